@@ -1,0 +1,42 @@
+"""SparseDP: differentially private training of PyTorch models with large embedding tables."""
+
+from sparsedp import accounting, nn
+from sparsedp.check import CheckReport, check
+from sparsedp.clipping import Clipping
+from sparsedp.engine import PrivacyEngine
+from sparsedp.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    NonFiniteGradientError,
+    SparseDPError,
+    SparseDPWarning,
+    UnitsMixedError,
+    UnsupportedError,
+)
+from sparsedp.mechanisms import DPSGD, Mechanism
+from sparsedp.plan import PrivacyPlan
+from sparsedp.statement import PrivacyStatement
+from sparsedp.version import __version__
+
+__all__ = [
+    "DPSGD",
+    "CheckReport",
+    "CheckpointError",
+    "Clipping",
+    "ConfigError",
+    "DataError",
+    "Mechanism",
+    "NonFiniteGradientError",
+    "PrivacyEngine",
+    "PrivacyPlan",
+    "PrivacyStatement",
+    "SparseDPError",
+    "SparseDPWarning",
+    "UnitsMixedError",
+    "UnsupportedError",
+    "__version__",
+    "accounting",
+    "check",
+    "nn",
+]

@@ -1,0 +1,106 @@
+"""The noise that a privacy budget asks for."""
+
+import math
+from collections.abc import Callable
+
+from dp_accounting import DpEvent
+
+from sparsedp.accounting.epsilon import Accountant, epsilon_of
+from sparsedp.accounting.events import require_number
+from sparsedp.errors import SparseDPError
+
+_MIN_SIGMA = 1e-4
+_MAX_SIGMA = 1e8
+
+
+def calibrate(
+    make_event: Callable[[float], DpEvent],
+    target_epsilon: float,
+    target_delta: float,
+    accountant: Accountant = "pld",
+    *,
+    tolerance: float = 1e-3,
+) -> float:
+    """The smallest noise multiplier, up to a relative `tolerance`, at which `make_event(sigma)` is within budget.
+
+    More noise must never cost more. What is returned has been checked: `epsilon_of` it is at most `target_epsilon`.
+    """
+    target = require_number("target_epsilon", target_epsilon, low=0.0, low_open=True)
+    delta = require_number("target_delta", target_delta, low=0.0, high=1.0, low_open=True, high_open=True)
+    tolerance = require_number("tolerance", tolerance, low=1e-6, high=1.0)
+
+    def cost(sigma: float) -> float:
+        return epsilon_of(make_event(sigma), delta, accountant)
+
+    def coarse_cost(sigma: float) -> float:
+        # A grid so coarse that it takes milliseconds. Still an upper bound, so it can only ask for too much noise.
+        return epsilon_of(make_event(sigma), delta, accountant, relative_error=0.1)
+
+    least = coarse_cost(_MAX_SIGMA)
+    if least > target and (least := cost(_MAX_SIGMA)) > target:
+        raise SparseDPError(
+            f"target_epsilon={target:g} at target_delta={delta:g} cannot be reached with any noise multiplier: "
+            f"what does not depend on it costs {least:.6g} already. Raise the target, or spend less on that."
+        )
+    guess = _search(coarse_cost, target, 1.0, 2.0, 0.05)
+    return _search(cost, target, guess, 1.03, tolerance)
+
+
+def _search(cost: Callable[[float], float], target: float, guess: float, factor: float, tolerance: float) -> float:
+    """A sigma with cost <= target, and (unless at the lower limit) one `tolerance` below it with cost > target."""
+    passes, fails = _bracket(cost, target, guess, factor)
+    for step in range(100):
+        if passes[0] <= fails[0] * (1 + tolerance):
+            break
+        sigma = _between(passes, fails, target, tolerance, bisect=step % 3 == 2)
+        value = cost(sigma)
+        if value <= target:
+            passes = sigma, value
+        else:
+            fails = sigma, value
+    return passes[0]
+
+
+def _bracket(
+    cost: Callable[[float], float], target: float, guess: float, factor: float
+) -> tuple[tuple[float, float], tuple[float, float]]:
+    """(sigma, cost) within the target, and (sigma, cost) above it, going from `guess` by growing factors."""
+    sigma, value = guess, cost(guess)
+    if value <= target:
+        passes = sigma, value
+        while passes[0] > _MIN_SIGMA:
+            sigma = max(passes[0] / factor, _MIN_SIGMA)
+            value = cost(sigma)
+            if value > target:
+                return passes, (sigma, value)
+            passes = sigma, value
+            factor **= 2
+        return passes, (passes[0], math.inf)
+    fails = sigma, value
+    while True:
+        sigma = min(fails[0] * factor, _MAX_SIGMA)
+        value = cost(sigma)
+        if value <= target or sigma == _MAX_SIGMA:
+            # At the largest sigma `calibrate` has seen the target met.
+            return (sigma, value), fails
+        fails = sigma, value
+        factor **= 2
+
+
+def _between(
+    passes: tuple[float, float], fails: tuple[float, float], target: float, tolerance: float, bisect: bool
+) -> float:
+    """The next sigma to try: where log epsilon, as a line in log sigma, meets the target, or the middle.
+
+    A little off the line, towards the end that is farther, so that both ends close in.
+    """
+    low, high = math.log(fails[0]), math.log(passes[0])
+    top, bottom = fails[1], passes[1]
+    if bisect or not math.isfinite(top) or bottom <= 0:
+        return math.exp((low + high) / 2)
+    share = math.log(top / target) / math.log(top / bottom)
+    guess = low + share * (high - low)
+    nudge = 0.4 * math.log1p(tolerance)
+    guess += nudge if high - guess > guess - low else -nudge
+    margin = 0.25 * nudge
+    return math.exp(min(max(guess, low + margin), high - margin))

@@ -1,0 +1,89 @@
+"""What events cost: epsilon at a delta, or delta at an epsilon. Always an upper bound."""
+
+import math
+from typing import Literal
+
+import dp_accounting
+from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
+from scipy.special import log_ndtr
+
+from sparsedp.accounting.events import canonical, require_number
+from sparsedp.accounting.ledger import Ledger
+from sparsedp.accounting.pld import pld_delta, pld_epsilon
+from sparsedp.accounting.rdp import rdp_delta, rdp_epsilon
+from sparsedp.errors import ConfigError, UnsupportedError
+
+Accountant = Literal["pld", "rdp"]
+
+
+def epsilon_of(
+    event: DpEvent | Ledger, delta: float, accountant: Accountant = "pld", *, relative_error: float = 1e-3
+) -> float:
+    """The smallest epsilon for which the event, or all that a ledger holds, is shown to be (epsilon, delta)-DP.
+
+    0 if nothing was released, infinity if something was released without noise. "pld" is exact for Gaussians on all
+    of the data and otherwise above the exact value by about `relative_error` at most; where that would need too fine
+    a grid (extreme noise), it gives the better of the finest grid's answer and RDP's.
+    """
+    delta = require_number("delta", delta, low=0.0, high=1.0, low_open=True, high_open=True)
+    relative_error = require_number("relative_error", relative_error, low=0.0, low_open=True)
+    leaves = _leaves(event, accountant)
+    if not leaves:
+        return 0.0
+    if NonPrivateDpEvent() in leaves:
+        return math.inf
+    if accountant == "rdp":
+        return max(0.0, rdp_epsilon(leaves, delta))
+    first = next(iter(leaves))
+    if len(leaves) == 1 and isinstance(first, GaussianDpEvent):
+        # The root is found to 1e-12; up, so that it is a bound.
+        exact = dp_accounting.get_epsilon_gaussian(first.noise_multiplier, delta)
+        return max(0.0, float(exact) * (1 + 1e-12) + 1e-12) if exact > 0 else 0.0
+    estimate = pld_epsilon(leaves, delta, relative_error)
+    if estimate.error <= 2 * relative_error * estimate.value + 1e-8:
+        return estimate.value
+    try:
+        return min(estimate.value, max(0.0, rdp_epsilon(leaves, delta)))
+    except UnsupportedError:
+        return estimate.value
+
+
+def delta_of(
+    event: DpEvent | Ledger, epsilon: float, accountant: Accountant = "pld", *, relative_error: float = 1e-2
+) -> float:
+    """The smallest delta for which the event, or all that a ledger holds, is shown to be (epsilon, delta)-DP.
+
+    With "pld" no smaller than about 1e-20, save for Gaussians on all of the data, which are exact.
+    """
+    epsilon = require_number("epsilon", epsilon, low=0.0)
+    relative_error = require_number("relative_error", relative_error, low=0.0, low_open=True)
+    leaves = _leaves(event, accountant)
+    if not leaves:
+        return 0.0
+    if NonPrivateDpEvent() in leaves:
+        return 1.0
+    if accountant == "rdp":
+        return min(1.0, rdp_delta(leaves, epsilon))
+    first = next(iter(leaves))
+    if len(leaves) == 1 and isinstance(first, GaussianDpEvent):
+        return _gaussian_delta(first.noise_multiplier, epsilon)
+    estimate = pld_delta(leaves, epsilon, relative_error)
+    if estimate.error <= 2 * relative_error * estimate.value + 1e-20:
+        return estimate.value
+    try:
+        return min(estimate.value, rdp_delta(leaves, epsilon))
+    except UnsupportedError:
+        return estimate.value
+
+
+def _leaves(event: DpEvent | Ledger, accountant: str) -> dict[DpEvent, int]:
+    if accountant not in ("pld", "rdp"):
+        raise ConfigError(f'accountant must be "pld" or "rdp"; got {accountant!r}')
+    return canonical(event.event() if isinstance(event, Ledger) else event)
+
+
+def _gaussian_delta(sigma: float, epsilon: float) -> float:
+    """Phi(1/(2 sigma) - epsilon sigma) - e^epsilon Phi(-1/(2 sigma) - epsilon sigma) (Balle & Wang 2018)."""
+    p = float(log_ndtr(0.5 / sigma - epsilon * sigma))
+    q = epsilon + float(log_ndtr(-0.5 / sigma - epsilon * sigma))
+    return math.exp(p) * -math.expm1(min(0.0, q - p))

@@ -1,0 +1,6 @@
+"""Uses of parameters during forward, and the per-unit norms and sums that follow from them."""
+
+from sparsedp.capture.capture import Capture, Captured
+from sparsedp.capture.uses import ParameterUses, RowSparse
+
+__all__ = ["Capture", "Captured", "ParameterUses", "RowSparse"]

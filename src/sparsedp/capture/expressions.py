@@ -1,0 +1,163 @@
+"""Tensors that are computed from parameters alone, and where a gradient on them lands in the parameter.
+
+`emb.weight.T`, `in_proj_weight[:d]`, `position.weight[:L]`, `cls.expand(B, -1, -1)` are views: strides and storage offset say
+which element of the parameter each of their elements is. `position(torch.arange(L))` is a lookup with public ids.
+Anything else, `1 + weight` or `weight.exp()`, is computed: its per-unit gradient is carried to the parameter by autograd,
+which is affordable for parameters with few elements only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsedp.capture.uses import Built, Linear, Lookup, Use
+
+# Elements of a parameter up to which its per-unit gradient may be written out.
+SMALL = 1 << 16
+
+
+@dataclass(frozen=True)
+class Expression:
+    """`tensor` is a function of the private parameters `names` and of nothing that depends on the batch."""
+
+    tensor: Tensor
+    parameters: tuple[tuple[str, Tensor], ...]
+    ids: Tensor | None = None  # of a lookup with public ids: tensor = parameter[ids]
+
+    @property
+    def names(self) -> str:
+        return ", ".join(f"'{name}'" for name, _ in self.parameters)
+
+    @property
+    def is_view(self) -> bool:
+        if len(self.parameters) != 1 or self.ids is not None:
+            return False
+        parameter = self.parameters[0][1]
+        tensor = self.tensor
+        if tensor is parameter:
+            return True
+        return (
+            tensor.dtype == parameter.dtype
+            and tensor.untyped_storage().data_ptr() == parameter.untyped_storage().data_ptr()
+            and not tensor.is_neg()
+            and parameter.is_contiguous()
+        )
+
+    @property
+    def offset(self) -> int:
+        return self.tensor.storage_offset() - self.parameters[0][1].storage_offset()
+
+    @property
+    def small(self) -> bool:
+        return sum(parameter.numel() for _, parameter in self.parameters) <= SMALL
+
+
+Placed = list[tuple[str, Use]]
+
+
+def place_linear(expression: Expression, inputs: Tensor, grad: Tensor) -> Placed:
+    """A linear map by the (O, I) matrix `expression`: inputs (B, P, I), output gradient (B, P, O)."""
+    rows, columns = expression.tensor.shape
+    if expression.is_view:
+        down, across = expression.tensor.stride()
+        name = expression.parameters[0][0]
+        if (across == 1 or columns == 1) and (down == columns or rows == 1):
+            return [(name, Linear(inputs, grad, expression.offset))]
+        if (down == 1 or rows == 1) and (across == rows or columns == 1):
+            return [(name, Linear(grad, inputs, expression.offset))]
+    return place_built(expression, torch.einsum("bpo,bpi->boi", grad, inputs))
+
+
+def linear_is_cheap(expression: Expression) -> bool:
+    """Whether `place_linear` keeps the factored form."""
+    if not expression.is_view or expression.tensor.ndim != 2:
+        return False
+    rows, columns = expression.tensor.shape
+    down, across = expression.tensor.stride()
+    plain = (across == 1 or columns == 1) and (down == columns or rows == 1)
+    return plain or ((down == 1 or rows == 1) and (across == rows or columns == 1))
+
+
+def place_built(expression: Expression, values: Tensor) -> Placed:
+    """A per-unit gradient `values` (B, *expression.shape), written out."""
+    return _place(expression, values, expression.tensor.shape, expression.tensor.stride())
+
+
+def place_aligned(expression: Expression, grad: Tensor, dim: int) -> Placed:
+    """A gradient on the expression whose dimension `dim` counts the units: unit b has only the b-th slice."""
+    shape, stride = list(expression.tensor.shape), list(expression.tensor.stride())
+    values = grad.movedim(dim, 0)
+    if expression.ids is not None:
+        name = expression.parameters[0][0]
+        return [(name, _lookup(expression.ids.movedim(dim, 0), values))]
+    if stride[dim] == 0 and expression.is_view:
+        return _place(expression, values, shape[:dim] + shape[dim + 1 :], stride[:dim] + stride[dim + 1 :])
+    units = shape[dim]
+    full = grad.new_zeros(units, units, *values.shape[1:])
+    full[torch.arange(units), torch.arange(units)] = values
+    return place_built(expression, full.movedim(1, dim + 1))
+
+
+def aligned_is_cheap(expression: Expression, dim: int) -> bool:
+    """Whether `place_aligned` needs nothing larger than the gradient."""
+    return expression.ids is not None or (expression.is_view and expression.tensor.stride(dim) == 0)
+
+
+def _lookup(ids: Tensor, grad: Tensor) -> Lookup:
+    """ids (B, ...), grad (B, ..., d)."""
+    count = ids.shape[0]
+    per_unit = ids[0].numel() if count else 0
+    units = torch.arange(count, device=ids.device).repeat_interleave(per_unit)
+    flat = grad.reshape(count * per_unit, grad.shape[-1])
+    return Lookup(ids.reshape(-1), units, flat, one_each=per_unit == 1)
+
+
+def _place(expression: Expression, values: Tensor, shape: list[int] | torch.Size, stride: list[int] | tuple) -> Placed:
+    name, parameter = expression.parameters[0]
+    if expression.ids is not None:
+        return [(name, _lookup(expression.ids.expand(values.shape[0], *expression.ids.shape), values))]
+    if not expression.is_view:
+        return _through_autograd(expression, values)
+    # Elements that the view repeats (stride 0) share one gradient: add those up, then sort what is left into the
+    # parameter's own order.
+    repeated = [d for d, (n, s) in enumerate(zip(shape, stride)) if s == 0 and n > 1]
+    if repeated:
+        values = values.sum([d + 1 for d in repeated], keepdim=True)
+    kept = [d for d, n in enumerate(values.shape[1:]) if n > 1]
+    order = sorted(kept, key=lambda d: -stride[d])
+    values = values.permute(0, *(d + 1 for d in order), *(d + 1 for d in range(len(shape)) if d not in kept))
+    expected = 1
+    for d in reversed(order):
+        if stride[d] != expected:
+            return [(name, _scatter(expression, parameter, values, order, stride))]
+        expected *= shape[d]
+    return [(name, Built(values.reshape(values.shape[0], expected), expression.offset))]
+
+
+def _scatter(
+    expression: Expression, parameter: Tensor, values: Tensor, order: list[int], stride: list[int] | tuple
+) -> Built:
+    """For views with gaps, such as columns of a matrix: the whole parameter's per-unit gradient."""
+    index = torch.full((1,), expression.offset, device=values.device)
+    for d, size in zip(order, values.shape[1:]):
+        index = (index[:, None] + stride[d] * torch.arange(size, device=values.device)).reshape(-1)
+    flat = values.reshape(values.shape[0], index.numel())
+    return Built(flat.new_zeros(flat.shape[0], parameter.numel()).index_add_(1, index, flat), 0)
+
+
+def _through_autograd(expression: Expression, values: Tensor) -> Placed:
+    parameters = [parameter for _, parameter in expression.parameters]
+    if values.shape[0] == 0:
+        return []
+    with torch.enable_grad():
+        grads = torch.autograd.grad(
+            expression.tensor, parameters, values, is_grads_batched=True, retain_graph=True, allow_unused=True
+        )
+    return [
+        (name, Built(grad.reshape(values.shape[0], -1), 0))
+        for (name, _), grad in zip(expression.parameters, grads)
+        if grad is not None
+    ]

@@ -1,0 +1,254 @@
+"""Proves a model and its loss fit for private training, on one batch, in float64.
+
+For some units of the batch, three gradients are compared: (a) the one that ordinary autograd gives for the unit alone,
+(b) the captured one for the unit alone, (c) the captured one for the unit among the others. If (a) and (b) differ, capture is wrong;
+if (b) and (c) differ, units mix.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from sparsedp.capture import Capture, Captured, RowSparse
+from sparsedp.clipping import Clipping
+from sparsedp.errors import SparseDPError, UnitsMixedError
+from sparsedp.refusals import refuse_module
+
+_TOLERANCE = 1e-6
+Gradients = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What was compared, and the largest relative difference that was found."""
+
+    units: int
+    parameters: int
+    largest_difference: float
+
+    def __str__(self) -> str:
+        return (
+            f"Checked {self.parameters} parameters on {self.units} units: captured gradients are exact, units do not mix, "
+            f"clipping holds (largest relative difference {self.largest_difference:.1e})."
+        )
+
+
+def check(
+    module: nn.Module,
+    loss_fn: Callable[..., Tensor],
+    batch: Any,
+    *,
+    units: int = 4,
+    loss_reduction: str = "mean",
+    take: Callable[[Any, list[int]], Any] | None = None,
+) -> CheckReport:
+    """Raises, naming the parameter and the likely cause, if `module` and `loss_fn` do not keep units apart.
+
+    `batch` is what the loader yields: (inputs..., target), for loss_fn(module(*inputs), target), or a dict, for
+    loss_fn(module(**batch), batch). At most `units` of its units are looked at, each alone and among the others. Dropout is off during
+    the check. `take(batch, indices)` picks units out of a batch that is not made of tensors with the units on axis 0.
+    The module itself is left as it is.
+    """
+    take = take or _take
+    trial = _Trial(module, loss_fn, loss_reduction)
+    total = _count(batch) if take is _take else len_of(batch)
+    if total < 2:
+        raise SparseDPError(f"A batch of at least 2 units is needed to see whether units mix; this one has {total}.")
+    batch = _to_double(batch)
+    looked_at = list(range(min(units, total)))
+    together = trial.captured(batch, total)
+    norms = together.norms()
+    largest = 0.0
+    for index in looked_at:
+        alone = take(batch, [index])
+        reference = trial.ordinary(alone)
+        by_capture = trial.captured(alone, 1).gradient(0)
+        among = together.gradient(index)
+        size = max(float(value.norm()) for value in reference.values()) or 1.0
+        for name, wanted in reference.items():
+            gap = _gap(by_capture.get(name), wanted, size)
+            if gap > _TOLERANCE:
+                raise SparseDPError(
+                    f"The captured gradient of parameter '{name}' differs from the true one by {gap:.1e} of its size. "
+                    "Please report this model."
+                )
+            shift = _gap(among.get(name), wanted, size)
+            if shift > _TOLERANCE:
+                raise UnitsMixedError(_mixing_message(name, shift, among, reference, loss_reduction, total))
+            largest = max(largest, gap, shift)
+        norm = torch.stack([value.square().sum() for value in among.values()]).sum().sqrt()
+        factor = Clipping(1.0).factors(norms[index : index + 1])[0]
+        if float(norm * factor) > 1 + _TOLERANCE:
+            raise SparseDPError(f"Unit {index} exceeds the clip bound after clipping: {float(norm * factor):.6f} > 1.")
+    return CheckReport(len(looked_at), len(trial.parameters), largest)
+
+
+def _mixing_message(
+    name: str, shift: float, among: Gradients, alone: Gradients, reduction: str, units: int
+) -> str:
+    """Names the likely cause: a common factor on all gradients means a divisor, anything else a dependence."""
+    start = (
+        f"Units mix: the gradient of parameter '{name}' for one unit changes by {shift:.1e} of its size when the other "
+        "units of the batch change. "
+    )
+    mine = torch.cat([value.flatten() for value in alone.values()])
+    theirs = torch.cat([among[key].flatten() if key in among else torch.zeros_like(alone[key]).flatten() for key in alone])
+    ratio = float(theirs @ mine / (mine @ mine)) if float(mine.norm()) else 0.0
+    proportional = float((theirs - ratio * mine).norm()) <= 1e-5 * float(theirs.norm())
+    if not proportional:
+        return start + (
+            "Likely cause: batch statistics (BatchNorm, subtracting a batch mean), in-batch negatives, or sorting and "
+            "sampling across the batch. Make each unit's loss a function of that unit alone."
+        )
+    if abs(ratio - units) < 1e-5 * units or abs(ratio * units - 1) < 1e-5:
+        wanted = "sum" if reduction == "mean" else "mean"
+        return start + (
+            f"It changes by the factor {ratio:.6g}, the number of units or its inverse: the loss looks like a {wanted} over "
+            f"units. Pass loss_reduction='{wanted}'."
+        )
+    return start + (
+        f"All gradients change by the factor {ratio:.6g}. Likely cause: the loss divides by something that the whole batch "
+        "decides, such as the number of valid tokens (ignore_index with mean reduction) or a sum of weights. Average over each "
+        "unit's own tokens first, then over units; or divide by a constant."
+    )
+
+
+class _Observed:
+    """The captured uses of a batch, in the scale of one unit's own loss."""
+
+    def __init__(self, captured: Captured, scale: float, shapes: Mapping[str, torch.Size]) -> None:
+        self._captured, self._scale, self._shapes = captured, scale, shapes
+
+    def norms(self) -> Tensor:
+        squares = [uses.squared_norms(self._captured.units) for uses in self._captured.uses.values()]
+        return torch.stack(squares).sum(0).sqrt() * self._scale
+
+    def gradient(self, unit: int) -> Gradients:
+        factors = torch.zeros(self._captured.units, dtype=torch.float64)
+        factors[unit] = self._scale
+        found = {}
+        for name, uses in self._captured.uses.items():
+            total = uses.weighted_sum(factors, self._shapes[name])
+            if isinstance(total, RowSparse):
+                total = torch.zeros(self._shapes[name], dtype=torch.float64).index_add_(0, total.rows, total.values)
+            found[name] = total
+        return found
+
+
+class _Trial:
+    """Runs a float64 copy of the module on batches, captured or not."""
+
+    def __init__(self, module: nn.Module, loss_fn: Callable[..., Tensor], loss_reduction: str) -> None:
+        if loss_reduction not in ("mean", "sum"):
+            raise ValueError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
+        refuse_module(module)
+        self._module = copy.deepcopy(module).cpu().double()
+        self._loss_fn, self._reduction = loss_fn, loss_reduction
+        self.parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def _loss(self, batch: Any) -> Tensor:
+        with _NoDropout():
+            if isinstance(batch, Mapping):
+                loss = self._loss_fn(self._module(**batch), batch)
+            else:
+                *inputs, target = batch
+                loss = self._loss_fn(self._module(*inputs), target)
+        if loss.dim() != 0:
+            raise SparseDPError(
+                f"The loss has shape {tuple(loss.shape)}. It must be one number, the mean or the sum over units."
+            )
+        return loss
+
+    def captured(self, batch: Any, units: int) -> _Observed:
+        capture = Capture(self._module, self.parameters, lambda: units)
+        capture.attach()
+        try:
+            self._loss(batch).backward()
+            found = capture.collect()
+        finally:
+            capture.detach()
+        if found is None:
+            raise SparseDPError("The loss does not depend on any trained parameter of the module.")
+        shapes = {name: p.shape for name, p in self.parameters.items()}
+        return _Observed(found, float(units) if self._reduction == "mean" else 1.0, shapes)
+
+    def ordinary(self, batch: Any) -> Gradients:
+        values = list(self.parameters.values())
+        grads = torch.autograd.grad(self._loss(batch), values, allow_unused=True)
+        return {
+            name: torch.zeros_like(p) if grad is None else (grad.to_dense() if grad.is_sparse else grad)
+            for (name, p), grad in zip(self.parameters.items(), grads)
+        }
+
+
+class _NoDropout(TorchFunctionMode):
+    """Turns every form of dropout off: its random numbers differ between a batch and a part of it."""
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if "dropout" in name and args:
+            return args[0]
+        if name == "scaled_dot_product_attention":
+            kwargs.pop("dropout_p", None)
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+        if name == "multi_head_attention_forward":
+            args = (*args[:10], 0.0, *args[11:])
+        return func(*args, **kwargs)
+
+
+def _gap(found: Tensor | None, wanted: Tensor, size: float) -> float:
+    """How far two gradients are apart, relative to the size of the unit's gradient."""
+    found = torch.zeros_like(wanted) if found is None else found
+    return float((found.reshape(wanted.shape) - wanted).norm()) / size
+
+
+def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {key: _map(item, change) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map(item, change) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map(item, change) for item in value)
+    return value
+
+
+def _to_double(batch: Any) -> Any:
+    return _map(batch, lambda t: t.detach().cpu().double() if t.is_floating_point() else t.detach().cpu())
+
+
+def _sizes(batch: Any) -> list[int]:
+    sizes: list[int] = []
+    _map(batch, lambda t: (sizes.append(t.shape[0]) if t.dim() else None) or t)  # type: ignore[func-returns-value]
+    return sizes
+
+
+def len_of(batch: Any) -> int:
+    """The number of units of a batch that only the caller can take apart: that of its last tensor, the target."""
+    sizes = _sizes(batch)
+    return sizes[-1] if sizes else 0
+
+
+def _count(batch: Any) -> int:
+    sizes = _sizes(batch)
+    if len(set(sizes)) > 1:
+        raise SparseDPError(
+            f"The batch has tensors of {sorted(set(sizes))} rows, so its units cannot be told apart. "
+            "Pass take=..., a function of the batch and a list of unit indices that returns the smaller batch."
+        )
+    return sizes[0] if sizes else 0
+
+
+def _take(batch: Any, indices: list[int]) -> Any:
+    return _map(batch, lambda t: t[indices] if t.dim() else t)

@@ -1,0 +1,41 @@
+"""How good predictions are: area under the ROC curve and log loss."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+def auc(labels: ArrayLike, scores: ArrayLike) -> float:
+    """P(score of a positive > score of a negative) + P(equal) / 2, exactly. labels 0 or 1, scores, both [n].
+
+    NaN if there is only one class (or nothing): the probability is then undefined.
+    """
+    y, s = _checked(labels, scores)
+    _, group = np.unique(s, return_inverse=True)
+    positives = np.bincount(group, weights=y)
+    negatives = np.bincount(group, weights=1 - y)
+    if y.sum() in (0, len(y)):
+        return float("nan")
+    below = np.cumsum(negatives) - negatives
+    return float(positives @ (below + negatives / 2) / (positives.sum() * negatives.sum()))
+
+
+def log_loss(labels: ArrayLike, logits: ArrayLike) -> float:
+    """Mean of log(1 + exp(-z)) over the positives and log(1 + exp(z)) over the negatives, in nats; both [n].
+
+    One class is fine; NaN only if there is nothing. Finite for every finite logit.
+    """
+    y, z = _checked(labels, logits)
+    return float(np.logaddexp(0, np.where(y == 1, -z, z)).mean()) if len(y) else float("nan")
+
+
+def _checked(labels: ArrayLike, scores: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    y, s = np.asarray(labels, dtype=np.float64), np.asarray(scores, dtype=np.float64)
+    if y.ndim != 1 or y.shape != s.shape:
+        raise ValueError(f"labels and scores must be vectors of one length, got {y.shape} and {s.shape}")
+    if not np.isin(y, (0, 1)).all():
+        raise ValueError("labels must be 0 or 1")
+    if np.isnan(s).any():
+        raise ValueError(f"{np.isnan(s).sum()} of {len(s)} scores are NaN")
+    return y, s

@@ -1,0 +1,237 @@
+"""PrivacyEngine: makes a module, its optimizer and its loader private, and answers for the result."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from sparsedp import checkpoint
+from sparsedp.accounting.epsilon import Accountant, epsilon_of
+from sparsedp.accounting.ledger import Ledger
+from sparsedp.capture import Capture
+from sparsedp.clipping import Clipping, Style
+from sparsedp.errors import SparseDPError, UnsupportedError
+from sparsedp.mechanisms import DPSGD, Mechanism
+from sparsedp.noise import GaussianNoise, RandomKey
+from sparsedp.optimizer import PrivateOptimizer
+from sparsedp.plan import LossReduction, PrivacyPlan
+from sparsedp.refusals import find_tables, private_parameters, refuse_module, refuse_optimizer
+from sparsedp.sampling import BatchInfo, PrivateLoader, private_loader
+from sparsedp.statement import PrivacyStatement, make_statement
+
+_NOISE, _SAMPLING = 0, 1  # the purposes that the engine's key is split into
+
+
+class PrivacyEngine:
+    """One engine trains one module.
+
+    `accountant` is "pld" (tight) or "rdp". With a `seed` a run can be repeated exactly, for tests; its statement then says
+    that the result must not be released.
+    """
+
+    def __init__(self, accountant: Accountant = "pld", seed: int | None = None) -> None:
+        if accountant not in ("pld", "rdp"):
+            raise ValueError(f"accountant must be 'pld' or 'rdp', not {accountant!r}")
+        self.accountant: Accountant = accountant
+        self.ledger = Ledger()
+        self._seed = seed
+        self._key = RandomKey.from_os() if seed is None else RandomKey.from_seed(seed)
+        self._plan: PrivacyPlan | None = None
+        self._module: nn.Module | None = None
+        self._optimizer: PrivateOptimizer | None = None
+        self._loader: PrivateLoader | None = None
+        self._notes: list[str] = []
+
+    # ------------------------------------------------------------------ making things private
+
+    def make_private(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        mechanism: Mechanism | None = None,
+        clipping: Style | Clipping = "flat",
+        loss_reduction: LossReduction = "mean",
+        unit: str = "example",
+        poisson_sampling: bool = True,
+        max_physical_batch: int | None = None,
+    ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
+        """The same module, and the optimizer and the loader to use from now on.
+
+        The loader's batch size becomes the expected one, and the divisor of the gradient. `noise_multiplier=0` clips without
+        noise: no privacy, and the statement says so. Batches of more than `max_physical_batch` units reach the loop in parts.
+        """
+        plan, loader = self._prepare(
+            module, optimizer, data_loader, noise_multiplier, max_grad_norm, mechanism, clipping, loss_reduction, unit,
+            poisson_sampling, max_physical_batch,
+        )  # fmt: skip
+        return self._install(plan, module, optimizer, loader)
+
+    def make_private_with_epsilon(
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        data_loader: DataLoader,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float,
+        mechanism: Mechanism | None = None,
+        clipping: Style | Clipping = "flat",
+        loss_reduction: LossReduction = "mean",
+        unit: str = "example",
+        poisson_sampling: bool = True,
+        max_physical_batch: int | None = None,
+    ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
+        """As `make_private`, with the least noise that keeps `epochs` epochs within the target."""
+        if not isinstance(epochs, int) or epochs < 1:
+            raise ValueError(f"epochs must be a whole number of at least 1, not {epochs!r}")
+        plan, loader = self._prepare(
+            module, optimizer, data_loader, 1.0, max_grad_norm, mechanism, clipping, loss_reduction, unit,
+            poisson_sampling, max_physical_batch,
+        )  # fmt: skip
+        plan = plan.calibrated(
+            target_epsilon=target_epsilon, target_delta=target_delta, steps=epochs * loader.steps_per_epoch
+        )
+        return self._install(plan, module, optimizer, loader)
+
+    def _prepare(
+        self, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader, noise_multiplier: float,
+        max_grad_norm: float, mechanism: Mechanism | None, clipping: Style | Clipping, loss_reduction: LossReduction,
+        unit: str, poisson_sampling: bool, max_physical_batch: int | None,
+    ) -> tuple[PrivacyPlan, PrivateLoader]:  # fmt: skip
+        """Checks everything and changes nothing."""
+        if self._plan is not None:
+            raise SparseDPError("This engine already trains a module. Make a new PrivacyEngine for another run.")
+        if isinstance(optimizer, PrivateOptimizer):
+            raise UnsupportedError("The optimizer is private already.")
+        if unit != "example":
+            raise UnsupportedError(f"unit={unit!r} is not available: the unit is an 'example'.")
+        mechanism = DPSGD() if mechanism is None else mechanism
+        if not isinstance(mechanism, Mechanism):
+            raise TypeError(f"mechanism must be a sparsedp mechanism such as sparsedp.DPSGD(), not {mechanism!r}")
+        refuse_module(module)
+        refuse_optimizer(optimizer, mechanism.selects)
+        parameters = private_parameters(module, optimizer)
+        loader = private_loader(
+            data_loader, key=self._key.child(_SAMPLING), poisson=poisson_sampling, max_physical_batch=max_physical_batch
+        )
+        style = clipping if isinstance(clipping, Clipping) else Clipping(max_grad_norm, clipping)
+        plan = PrivacyPlan(
+            dataset_size=loader.dataset_size,
+            batch_size=loader.batch_size or 0,
+            poisson_sampling=poisson_sampling,
+            noise_multiplier=float(noise_multiplier),
+            clipping=replace(style, max_norm=float(max_grad_norm)),
+            mechanism=mechanism,
+            parameters=tuple((name, tuple(p.shape)) for name, p in parameters.items()),
+            accountant=self.accountant,
+            loss_reduction=loss_reduction,
+            seeded=self._key.seeded,
+        )
+        return plan, loader
+
+    def _install(
+        self, plan: PrivacyPlan, module: nn.Module, optimizer: Optimizer, loader: PrivateLoader
+    ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
+        parameters = private_parameters(module, optimizer)
+        capture = Capture(module, parameters, lambda: None if loader.current is None else loader.current.units)
+        private = PrivateOptimizer(
+            inner=optimizer,
+            parameters=parameters,
+            tables=find_tables(module) & parameters.keys(),
+            plan=plan,
+            capture=capture,
+            noise=GaussianNoise(self._key.child(_NOISE)),
+            ledger=self.ledger,
+            current_batch=lambda: loader.current,
+        )
+        setup = plan.mechanism.setup_event()
+        if setup is not None:
+            self.ledger.record(setup, setup=True)
+        for parameter in parameters.values():
+            parameter.grad = None
+        capture.attach()
+        self._plan, self._module, self._optimizer, self._loader = plan, module, private, loader
+        return module, private, loader
+
+    # ------------------------------------------------------------------ answering for it
+
+    @property
+    def plan(self) -> PrivacyPlan:
+        if self._plan is None:
+            raise SparseDPError("There is no plan yet: call make_private or make_private_with_epsilon first.")
+        return self._plan
+
+    def get_epsilon(self, delta: float | None = None) -> float:
+        """What the steps that really ran have cost; 0 before the first. `delta` defaults to the plan's."""
+        return epsilon_of(self.ledger, self._delta(delta), self.accountant)
+
+    def statement(self, delta: float | None = None) -> PrivacyStatement:
+        """What may be promised about the model as it is now."""
+        delta = self._delta(delta)
+        return make_statement(
+            self.plan,
+            epsilon=self.get_epsilon(delta),
+            delta=delta,
+            steps=self.ledger.steps,
+            seeded=self._key.seeded,
+            notes=tuple(self._notes),
+        )
+
+    def add_note(self, note: str) -> None:
+        """Adds to what the statement does not cover, such as a vocabulary counted on private data."""
+        self._notes.append(note)
+
+    def _delta(self, delta: float | None) -> float:
+        if delta is not None:
+            return delta
+        if self._plan is not None and self._plan.target_delta is not None:
+            return self._plan.target_delta
+        if self._plan is not None:
+            return 1 / (10 * self._plan.dataset_size)
+        raise ValueError("delta is needed: there is no plan with a target delta yet")
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save_checkpoint(self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> None:
+        """Writes weights, optimizer, ledger, plan and position, atomically. `extra` holds plain values of the caller's.
+
+        The noise and sampling keys are written only if the engine is seeded: in a file, they would let its reader subtract the
+        noise. An unseeded run that is resumed goes on with fresh randomness, which has the same law.
+        """
+        module, optimizer, loader = self._parts()
+        checkpoint.save(path, checkpoint.State(
+            plan=self.plan, model=module.state_dict(), optimizer=optimizer.state_dict(), ledger=self.ledger.state_dict(),
+            loader=loader.state_dict(), seed=self._seed, extra=extra or {},
+        ))  # fmt: skip
+
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """Continues a run with the same plan; returns the caller's `extra`. If anything is wrong, nothing changes."""
+        module, optimizer, loader = self._parts()
+        state = checkpoint.load(path, self.plan, seed=self._seed)
+        checkpoint.restore(state, module, optimizer, self.ledger, loader)
+        if not self._key.seeded:
+            # Going back to an earlier step with the same key would put the same noise on another gradient.
+            self._key = RandomKey.from_os()
+            optimizer.noise.key = self._key.child(_NOISE)
+            loader.rekey(self._key.child(_SAMPLING))
+        return state.extra
+
+    def _parts(self) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
+        if self._module is None or self._optimizer is None or self._loader is None:
+            raise SparseDPError("There is nothing to save or load yet: call make_private first.")
+        return self._module, self._optimizer, self._loader
+
+    @property
+    def current_batch(self) -> BatchInfo | None:
+        return None if self._loader is None else self._loader.current

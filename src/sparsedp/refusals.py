@@ -1,0 +1,88 @@
+"""Modules and optimizers that cannot be trained privately, refused by name before training starts."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from sparsedp.errors import UnsupportedError
+
+_RECURRENT = {nn.LSTM: "LSTM", nn.GRU: "GRU"}
+
+
+def refuse_module(module: nn.Module) -> None:
+    """Raises for whatever is known to mix units or to hide its parameters from capture."""
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise UnsupportedError(f"{type(module).__name__} splits batches over processes. Pass the wrapped module itself.")
+    if type(module).__name__ == "OptimizedModule" or isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError("A compiled or scripted module hides its operations. Pass the module before compilation.")
+    for name, part in module.named_modules():
+        reason = _why_not(part)
+        if reason is not None:
+            raise UnsupportedError(f"Module '{name}' ({type(part).__name__}): {reason}")
+
+
+def _why_not(module: nn.Module) -> str | None:
+    trained = any(p.requires_grad for p in module.parameters(recurse=False))
+    if isinstance(module, _BatchNorm) and module.training:
+        return (
+            "batch statistics mix the units of a batch. Use GroupNorm or LayerNorm, or freeze the layer with eval() and "
+            "keep it there."
+        )
+    if isinstance(module, nn.RNNBase) and trained:
+        for kind, name in _RECURRENT.items():
+            if isinstance(module, kind):
+                return f"torch's {name} is fused and hides its uses. Use sparsedp.nn.{name}, which has the same weights."
+        return "torch's RNN is fused and hides its uses. Use sparsedp.nn.LSTM or sparsedp.nn.GRU."
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and trained:
+        if module.max_norm is not None:
+            return "max_norm rewrites rows of the table during forward. Remove it."
+        if module.scale_grad_by_freq:
+            return "scale_grad_by_freq divides by how often the whole batch uses a row. Remove it."
+    for parameter in module.parameters(recurse=False):
+        if is_lazy(parameter):
+            return "its parameters are not initialised yet. Run one batch through the module first."
+        if parameter.requires_grad and parameter.dtype not in (torch.float32, torch.float64):
+            return f"its parameters are {parameter.dtype}. Train in float32 or float64."
+        if parameter.requires_grad and not parameter.is_contiguous():
+            return "its parameter is not contiguous. Replace it by parameter.contiguous()."
+    return None
+
+
+def private_parameters(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer trains, by their names in the module."""
+    known = {id(parameter): name for name, parameter in module.named_parameters()}
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if foreign := sum(1 for parameter in held if id(parameter) not in known):
+        raise UnsupportedError(f"{foreign} parameter(s) of the optimizer do not belong to the module.")
+    ids = {id(parameter) for parameter in held}
+    missing = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in ids]
+    if missing:
+        raise UnsupportedError(
+            f"Parameter(s) {', '.join(map(repr, missing[:5]))} require a gradient but are not in the optimizer. "
+            "Freeze them with requires_grad_(False) or give them to the optimizer."
+        )
+    private = {name: p for name, p in module.named_parameters() if id(p) in ids}
+    if not any(p.requires_grad for p in private.values()):
+        raise UnsupportedError("The optimizer has no parameter that requires a gradient: there is nothing to train.")
+    if len({p.dtype for p in private.values() if p.requires_grad}) > 1:
+        raise UnsupportedError("The trained parameters have different dtypes. Use one.")
+    return private
+
+
+def refuse_optimizer(optimizer: Optimizer, selects: bool) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UnsupportedError("LBFGS evaluates the loss several times in a step. Use SGD, Adam or another first-order one.")
+    if isinstance(optimizer, torch.optim.SparseAdam) and not selects:
+        raise UnsupportedError(
+            "SparseAdam takes row-sparse gradients only, and this mechanism puts noise on every row. Use Adam."
+        )
+
+
+def find_tables(module: nn.Module) -> frozenset[str]:
+    """Names of the embedding weights, as `named_parameters` has them."""
+    weights = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)

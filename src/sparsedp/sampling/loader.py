@@ -1,0 +1,230 @@
+"""PrivateLoader: the user's DataLoader with batches whose law the accounting knows."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
+from sparsedp.noise import RandomKey
+from sparsedp.sampling.collate import empty_batch
+from sparsedp.sampling.draws import BatchInfo, Draws, Place
+
+_END = object()
+_STATE_KEYS = ("step", "epoch", "epoch_position")
+
+
+def private_loader(
+    loader: DataLoader, *, key: RandomKey, poisson: bool = True, max_physical_batch: int | None = None
+) -> PrivateLoader:
+    """The user's loader, with Poisson batches (or its own shuffled ones) drawn from `key`."""
+    return PrivateLoader(loader, key=key, poisson=poisson, max_physical_batch=max_physical_batch)
+
+
+class PrivateLoader(DataLoader[Any]):
+    """A DataLoader over the same data set that samples every batch from `key`.
+
+    With `poisson` every unit joins logical batch t independently with probability `sample_rate`, which is
+    batch_size / N; otherwise batches have a fixed size and follow a fresh permutation each epoch (or the
+    order of the data, if the user's loader does not shuffle). `batch_size` is the expected size and
+    `len(loader)` the number of logical batches in an epoch. With `max_physical_batch`, a larger logical batch
+    comes as several physical ones of nearly equal size, so an epoch may yield more than `len(loader)`
+    batches; `current` tells which is which.
+
+    Replay: batch t is a pure function of the key and t (shuffled: of the key, the epoch and the position in
+    it), and t counts yielded logical batches. So no draw that anybody saw is made twice, also when `break`
+    ends the loop; draws that workers prefetched and nobody saw are made again, which is harmless and makes
+    runs with and without workers equal. To keep it so, one pass is live at a time: a new `iter(loader)` ends
+    the one before.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader,
+        *,
+        key: RandomKey,
+        poisson: bool = True,
+        max_physical_batch: int | None = None,
+    ) -> None:
+        size, batch_size, shuffle = _checked(loader)
+        if max_physical_batch is not None and max_physical_batch < 1:
+            raise UnsupportedError(f"{max_physical_batch=}: it must be at least 1, or None.")
+        steps = size // batch_size if loader.drop_last else math.ceil(size / batch_size)
+        feed = _Feed(steps)
+        super().__init__(
+            loader.dataset,
+            batch_sampler=feed,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=loader.generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            pin_memory_device=loader.pin_memory_device,
+        )
+        # torch sets these two to None and False beside a batch_sampler, and forbids to change them.
+        object.__setattr__(self, "batch_size", batch_size)
+        object.__setattr__(self, "drop_last", loader.drop_last)
+        self.poisson = poisson
+        self.dataset_size = size
+        self.sample_rate = batch_size / size
+        self.steps_per_epoch = steps
+        self.max_physical_batch = max_physical_batch
+        self.current: BatchInfo | None = None
+        self._draws = Draws(key, size, batch_size, steps, poisson, shuffle, max_physical_batch)
+        self._feed = feed
+        self._template: Any = _END
+        self._pass = 0  # number of the live pass
+        self._done = Place(0, 0, 0)  # behind the last complete logical batch
+        self._next = Place(0, 0, 0)  # where the next pass starts
+
+    def __len__(self) -> int:
+        return self.steps_per_epoch
+
+    def state_dict(self) -> dict[str, int]:
+        """The place behind the last logical batch that was yielded completely; prefetched ones do not count.
+
+        Within the loop's body the batch at hand counts as done, so save after `optimizer.step()`. A logical
+        batch that was cut short is repeated from its start. After a `break` the epoch counts as interrupted.
+        """
+        return dict(zip(_STATE_KEYS, self._done))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Makes the next pass yield what was left of the interrupted epoch; later passes are full.
+
+        What was left may be nothing: a state saved in the loop's body at the last batch of an epoch. The key
+        is not part of the state: with the same key the batches are those of the uninterrupted run. With a
+        new key Poisson batches keep their law; a shuffled epoch goes on in a new order and may repeat units.
+        """
+        if set(state) != set(_STATE_KEYS):
+            raise CheckpointError(f"Loader state has the keys {list(state)}, expected {list(_STATE_KEYS)}.")
+        place = Place(*(int(state[name]) for name in _STATE_KEYS))
+        if min(place) < 0 or place.position > self.steps_per_epoch:
+            raise CheckpointError(
+                f"Loader state {state} does not fit a loader of {self.steps_per_epoch} steps per epoch: "
+                "was it saved with another data set or batch size?"
+            )
+        self._done = self._next = place
+        self.current = None
+        self._pass += 1  # a pass that is still running would go on at the old place
+
+    def rekey(self, key: RandomKey) -> None:
+        """Draws from another key from the next pass on."""
+        self._draws = replace(self._draws, key=key)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        self._pass += 1
+        infos: deque[BatchInfo] = deque()
+        # The source must not refer to this loader: persistent workers in a cycle take seconds to shut down.
+        self._feed.source = self._draws.physical(self._next, infos)
+        return self._batches(super().__iter__(), infos, self._next, self._pass)
+
+    def _batches(
+        self, fetched: Iterator[Any], infos: deque[BatchInfo], start: Place, number: int
+    ) -> Iterator[Any]:
+        """The batches of one pass, with the empty ones in their places and `current` set before each."""
+        batch: Any = None
+        while batch is not _END:
+            # Before `next`: persistent workers serve all passes with one iterator, the newest pass's.
+            self._require_live(number)
+            batch = next(fetched, _END)
+            while infos and infos[0].units == 0:
+                self._announce(infos.popleft(), start, number)
+                yield self._empty()
+            if batch is not _END:
+                self._announce(infos.popleft(), start, number)
+                yield batch
+        self._require_live(number)
+        end = start.step + self.steps_per_epoch - start.position
+        if infos or (end > start.step and self._done.step != end):
+            raise SparseDPError(
+                "The data set or its workers stopped before the epoch ended: batches were lost."
+            )
+        self._done = self._next = Place(end, start.epoch + 1, 0)
+
+    def _announce(self, info: BatchInfo, start: Place, number: int) -> None:
+        self._require_live(number)
+        place = Place(info.step, start.epoch, start.position + info.step - start.step)
+        if info.first:
+            self._done = place
+            self._next = Place(info.step + 1, start.epoch + 1, 0)  # after a `break`: a new epoch, a new draw
+        if info.last:
+            self._done = Place(info.step + 1, start.epoch, place.position + 1)
+        self.current = info
+
+    def _require_live(self, number: int) -> None:
+        if number != self._pass:
+            raise SparseDPError(
+                "This pass over the private loader was ended by a newer iter(loader) or by load_state_dict: "
+                "two passes at once would train on the same draws twice. Use one loop at a time."
+            )
+
+    def _empty(self) -> Any:
+        if self._template is _END:
+            self._template = empty_batch(self.dataset, self.collate_fn)
+        return copy.deepcopy(self._template)
+
+
+class _Feed:
+    """The batch sampler that torch sees: hands on the draws of the newest pass."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.source: Iterator[list[int]] = iter(())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self.source  # torch may ask twice while it sets up, so not a new one each time
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def _checked(loader: DataLoader) -> tuple[int, int, bool]:
+    """Number of units, batch size and whether to shuffle, of a loader that can be made private."""
+    if isinstance(loader, PrivateLoader):
+        raise UnsupportedError("The loader is already private: pass the original DataLoader.")
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise UnsupportedError(
+            f"{type(loader).__name__} iterates in its own way, which private sampling would replace: "
+            "pass a plain torch.utils.data.DataLoader."
+        )
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        raise UnsupportedError(
+            f"{type(loader.dataset).__name__} is an IterableDataset or has no length, so units cannot be "
+            "sampled with a known probability: use a map-style data set with __getitem__ and __len__."
+        )
+    size = len(loader.dataset)
+    if size == 0:
+        raise UnsupportedError("The data set is empty: there is nothing to sample from.")
+    if loader.batch_sampler is None:
+        raise UnsupportedError("DataLoader(batch_size=None) makes no batches: give it a batch_size.")
+    if loader.batch_size is None:
+        raise UnsupportedError(
+            f"A custom batch_sampler ({type(loader.batch_sampler).__name__}) decides who is sampled, which "
+            "the accounting has to know: pass batch_size and shuffle instead."
+        )
+    if loader.batch_size > size:
+        raise UnsupportedError(
+            f"batch_size={loader.batch_size} exceeds the data set's {size} examples, a sampling probability "
+            "above 1: use a smaller batch_size."
+        )
+    if not getattr(loader, "in_order", True):
+        raise UnsupportedError("DataLoader(in_order=False) loses which batch is which: use in_order=True.")
+    sampler = loader.sampler
+    shuffle = type(sampler) is RandomSampler and not sampler.replacement
+    if not (shuffle or type(sampler) is SequentialSampler) or len(sampler) != size:  # type: ignore[arg-type]
+        raise UnsupportedError(
+            f"The sampler {type(sampler).__name__} need not visit every example once an epoch, which changes "
+            "the sampling probabilities that the accounting needs: pass shuffle=True or shuffle=False, and "
+            "weight examples in the loss."
+        )
+    return size, loader.batch_size, shuffle

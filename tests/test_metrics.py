@@ -1,0 +1,68 @@
+"""AUC against its definition, log loss against torch."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sparsedp.data import auc, log_loss
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(-3, 3)), min_size=1, max_size=40))
+def test_auc_is_the_share_of_pairs_in_order(pairs: list[tuple[bool, int]]) -> None:
+    positive = [s for y, s in pairs if y]
+    negative = [s for y, s in pairs if not y]
+    value = auc([y for y, _ in pairs], [s for _, s in pairs])
+    if not positive or not negative:
+        assert math.isnan(value)
+    else:
+        wins = sum((p > n) + (p == n) / 2 for p in positive for n in negative)
+        assert value == pytest.approx(wins / (len(positive) * len(negative)), abs=1e-12)
+
+
+def test_auc_of_perfect_reversed_and_constant_scores() -> None:
+    labels = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    assert auc(labels, torch.tensor([1.0, 2.0, 3.0, 4.0])) == 1.0
+    assert auc(labels, torch.tensor([4.0, 3.0, 2.0, 1.0])) == 0.0
+    assert auc(labels, torch.zeros(4)) == 0.5
+    assert auc([0, 1], [-np.inf, np.inf]) == 1.0
+
+
+def test_log_loss_is_torchs() -> None:
+    rng = np.random.default_rng(0)
+    labels, logits = rng.integers(0, 2, 500), 5 * rng.standard_normal(500)
+    expected = torch.nn.functional.binary_cross_entropy_with_logits(
+        torch.from_numpy(logits), torch.from_numpy(labels).double()
+    )
+    assert log_loss(labels, logits) == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_log_loss_at_the_extremes() -> None:
+    assert log_loss([1, 0], [1e4, -1e4]) == 0.0
+    assert log_loss([0, 1], [1e4, -1e4]) == 1e4
+    assert log_loss([1], [np.inf]) == 0.0
+    assert log_loss([1, 1], [0.0, 0.0]) == pytest.approx(math.log(2))  # one class is fine
+
+
+def test_nothing_gives_nan() -> None:
+    assert math.isnan(auc([], [])) and math.isnan(log_loss([], []))
+
+
+@pytest.mark.parametrize("metric", [auc, log_loss])
+@pytest.mark.parametrize(
+    ("labels", "scores", "message"),
+    [
+        ([0, 1], [0.5], "one length"),
+        ([[0, 1]], [[0.5, 0.5]], "one length"),
+        ([0, 2], [0.5, 0.5], "0 or 1"),
+        ([0, 1], [0.5, np.nan], "1 of 2 scores are NaN"),
+    ],
+)
+def test_bad_input_is_refused(metric, labels, scores, message) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(ValueError, match=message):
+        metric(labels, scores)
