@@ -214,6 +214,7 @@ def test_small_blocks_give_the_same_log(tmp_path: Path, monkeypatch: pytest.Monk
     whole = open_click_log(path, cache_dir=tmp_path / "a", **options)
     monkeypatch.setattr(clickcache, "_FIRST_BLOCK", 500)
     monkeypatch.setattr(clickcache, "_BLOCK", 1000)
+    monkeypatch.setattr(clickcache, "_PIECE_ROWS", 7)
     pieces = open_click_log(path, cache_dir=tmp_path / "b", **options)
     assert all(torch.equal(a, b) for a, b in zip(everything(whole), everything(pieces)))
     assert len(whole) == 130 and whole.summary == pieces.summary

@@ -269,14 +269,15 @@ class PrivateOptimizer(Optimizer):
             if name in trained:
                 rows = None if selection is None else selection.get(name)
                 noisy[index] = self._buffer(name, parameter, rows)
-        std = mechanism.gradient_noise(self.plan.noise_multiplier) * self.plan.clipping.max_norm
+        # The noise on the sum has this deviation times the divisor: dividing now saves a pass over the gradients.
+        divisor = self.plan.divisor
+        std = mechanism.gradient_noise(self.plan.noise_multiplier) * self.plan.clipping.max_norm / divisor
         self.noise.fill(noisy, std, step)
         for (name, parameter), gradient in zip(trained.items(), noisy.values()):
             rows = None if selection is None else selection.get(name)
             total = done.totals.get(name)
             if total is not None:
-                _add(gradient, total, rows)
-            gradient.div_(self.plan.divisor)
+                _add(gradient, total, rows, 1 / divisor)
             parameter.grad = gradient if rows is None else _sparse(rows, gradient, parameter.shape)
         # Written first: if the update is interrupted, the budget counts as spent.
         self.ledger.record(self.plan.step_event())
@@ -310,13 +311,13 @@ class PrivateOptimizer(Optimizer):
         return known
 
 
-def _add(gradient: Tensor, part: Tensor | RowSparse, rows: Tensor | None = None) -> None:
-    """Adds a clipped sum to a gradient of all rows, or of the selected `rows`, of which its own are some."""
+def _add(gradient: Tensor, part: Tensor | RowSparse, rows: Tensor | None = None, alpha: float = 1.0) -> None:
+    """Adds alpha times a clipped sum to a gradient of all rows, or of the selected `rows`."""
     if isinstance(part, Tensor):
-        gradient.add_(part.view(-1, *gradient.shape[1:])[rows] if rows is not None else part.view_as(gradient))
+        gradient.add_(part.view_as(gradient) if rows is None else part[rows], alpha=alpha)
         return
     at = part.rows if rows is None else torch.searchsorted(rows, part.rows)
-    gradient.index_add_(0, at, part.values.to(gradient.dtype).view(-1, *gradient.shape[1:]))
+    gradient.index_add_(0, at, part.values.view(-1, *gradient.shape[1:]), alpha=alpha)
 
 
 def _sparse(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:

@@ -17,8 +17,6 @@ def refuse_module(module: nn.Module) -> None:
     """Raises for whatever is known to mix units or to hide its parameters from capture."""
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise UnsupportedError(f"{type(module).__name__} splits batches over processes. Pass the wrapped module itself.")
-    if type(module).__name__ == "OptimizedModule" or isinstance(module, torch.jit.ScriptModule):
-        raise UnsupportedError("A compiled or scripted module hides its operations. Pass the module before compilation.")
     for name, part in module.named_modules():
         reason = _why_not(part)
         if reason is not None:
@@ -27,6 +25,8 @@ def refuse_module(module: nn.Module) -> None:
 
 def _why_not(module: nn.Module) -> str | None:
     trained = any(p.requires_grad for p in module.parameters(recurse=False))
+    if type(module).__name__ == "OptimizedModule" or isinstance(module, torch.jit.ScriptModule):
+        return "a compiled or scripted module hides its operations. Use the module from before compilation."
     if isinstance(module, _BatchNorm) and module.training:
         return (
             "batch statistics mix the units of a batch. Use GroupNorm or LayerNorm, or freeze the layer with eval() and "

@@ -1,4 +1,4 @@
-"""Privacy accounting: an event says what happened, a ledger what happened in all, an accountant what it costs."""
+"""Privacy accounting: an event says what happened, a ledger what ran, an accountant what it costs."""
 
 from sparsedp.accounting.calibration import calibrate
 from sparsedp.accounting.epsilon import delta_of, epsilon_of

@@ -21,9 +21,9 @@ def calibrate(
     *,
     tolerance: float = 1e-3,
 ) -> float:
-    """The smallest noise multiplier, up to a relative `tolerance`, at which `make_event(sigma)` is within budget.
+    """The smallest noise multiplier, to a relative `tolerance`, with which `make_event` is within budget.
 
-    More noise must never cost more. What is returned has been checked: `epsilon_of` it is at most `target_epsilon`.
+    More noise must not cost more. What is returned was checked: its `epsilon_of` is at most `target_epsilon`.
     """
     target = require_number("target_epsilon", target_epsilon, low=0.0, low_open=True)
     delta = require_number("target_delta", target_delta, low=0.0, high=1.0, low_open=True, high_open=True)
@@ -33,21 +33,25 @@ def calibrate(
         return epsilon_of(make_event(sigma), delta, accountant)
 
     def coarse_cost(sigma: float) -> float:
-        # A grid so coarse that it takes milliseconds. Still an upper bound, so it can only ask for too much noise.
+        # Takes milliseconds, and is still an upper bound: it can only ask for too much noise.
         return epsilon_of(make_event(sigma), delta, accountant, relative_error=0.1)
 
     least = coarse_cost(_MAX_SIGMA)
     if least > target and (least := cost(_MAX_SIGMA)) > target:
         raise SparseDPError(
-            f"target_epsilon={target:g} at target_delta={delta:g} cannot be reached with any noise multiplier: "
-            f"what does not depend on it costs {least:.6g} already. Raise the target, or spend less on that."
+            f"target_epsilon={target:g} at target_delta={delta:g} cannot be reached: even with a noise "
+            f"multiplier of {_MAX_SIGMA:g} the {accountant} accountant gives epsilon={least:.6g}, from what "
+            "that noise does not cover, such as a selection made before training. Raise the target, or spend "
+            "less on that."
         )
     guess = _search(coarse_cost, target, 1.0, 2.0, 0.05)
     return _search(cost, target, guess, 1.03, tolerance)
 
 
-def _search(cost: Callable[[float], float], target: float, guess: float, factor: float, tolerance: float) -> float:
-    """A sigma with cost <= target, and (unless at the lower limit) one `tolerance` below it with cost > target."""
+def _search(
+    cost: Callable[[float], float], target: float, guess: float, factor: float, tolerance: float
+) -> float:
+    """A sigma within the target, such that (unless at the lower limit) one `tolerance` below it is not."""
     passes, fails = _bracket(cost, target, guess, factor)
     for step in range(100):
         if passes[0] <= fails[0] * (1 + tolerance):

@@ -7,7 +7,8 @@ import dp_accounting
 from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
 from scipy.special import log_ndtr
 
-from sparsedp.accounting.events import canonical, require_number
+from sparsedp.accounting.convolution import Estimate
+from sparsedp.accounting.events import ExponentialMechanismDpEvent, canonical, require_number
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.accounting.pld import pld_delta, pld_epsilon
 from sparsedp.accounting.rdp import rdp_delta, rdp_epsilon
@@ -19,11 +20,11 @@ Accountant = Literal["pld", "rdp"]
 def epsilon_of(
     event: DpEvent | Ledger, delta: float, accountant: Accountant = "pld", *, relative_error: float = 1e-3
 ) -> float:
-    """The smallest epsilon for which the event, or all that a ledger holds, is shown to be (epsilon, delta)-DP.
+    """An epsilon for which the event, or all that a ledger holds, is (epsilon, delta)-DP.
 
-    0 if nothing was released, infinity if something was released without noise. "pld" is exact for Gaussians on all
-    of the data and otherwise above the exact value by about `relative_error` at most; where that would need too fine
-    a grid (extreme noise), it gives the better of the finest grid's answer and RDP's.
+    0 if nothing was released, infinity if something was released without noise. "pld" is exact for Gaussians
+    on all of the data, and otherwise above the exact value by about `relative_error` at most; where that
+    would need too fine a grid (extreme noise), it is the better of the finest grid's answer and RDP's.
     """
     delta = require_number("delta", delta, low=0.0, high=1.0, low_open=True, high_open=True)
     relative_error = require_number("relative_error", relative_error, low=0.0, low_open=True)
@@ -40,7 +41,7 @@ def epsilon_of(
         exact = dp_accounting.get_epsilon_gaussian(first.noise_multiplier, delta)
         return max(0.0, float(exact) * (1 + 1e-12) + 1e-12) if exact > 0 else 0.0
     estimate = pld_epsilon(leaves, delta, relative_error)
-    if estimate.error <= 2 * relative_error * estimate.value + 1e-8:
+    if _is_tight(estimate, leaves, relative_error, 1e-8):
         return estimate.value
     try:
         return min(estimate.value, max(0.0, rdp_epsilon(leaves, delta)))
@@ -51,7 +52,7 @@ def epsilon_of(
 def delta_of(
     event: DpEvent | Ledger, epsilon: float, accountant: Accountant = "pld", *, relative_error: float = 1e-2
 ) -> float:
-    """The smallest delta for which the event, or all that a ledger holds, is shown to be (epsilon, delta)-DP.
+    """A delta for which the event, or all that a ledger holds, is (epsilon, delta)-DP.
 
     With "pld" no smaller than about 1e-20, save for Gaussians on all of the data, which are exact.
     """
@@ -68,7 +69,7 @@ def delta_of(
     if len(leaves) == 1 and isinstance(first, GaussianDpEvent):
         return _gaussian_delta(first.noise_multiplier, epsilon)
     estimate = pld_delta(leaves, epsilon, relative_error)
-    if estimate.error <= 2 * relative_error * estimate.value + 1e-20:
+    if _is_tight(estimate, leaves, relative_error, 1e-19):
         return estimate.value
     try:
         return min(estimate.value, rdp_delta(leaves, epsilon))
@@ -80,6 +81,21 @@ def _leaves(event: DpEvent | Ledger, accountant: str) -> dict[DpEvent, int]:
     if accountant not in ("pld", "rdp"):
         raise ConfigError(f'accountant must be "pld" or "rdp"; got {accountant!r}')
     return canonical(event.event() if isinstance(event, Ledger) else event)
+
+
+def _is_tight(
+    estimate: Estimate, leaves: dict[DpEvent, int], relative_error: float, negligible: float
+) -> bool:
+    """Whether RDP has nothing to add.
+
+    It may if the grid is too coarse, and for many exponential mechanisms: PLD composes worst cases of theirs
+    that do not occur together.
+    """
+    if any(isinstance(leaf, ExponentialMechanismDpEvent) for leaf in leaves):
+        return False
+    return (
+        math.isfinite(estimate.value) and estimate.error <= 2 * relative_error * estimate.value + negligible
+    )
 
 
 def _gaussian_delta(sigma: float, epsilon: float) -> float:

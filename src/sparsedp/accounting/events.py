@@ -1,7 +1,7 @@
 """Privacy events: what a step released, and its plain JSON form.
 
-An event says what happened, `epsilon.py` says what it costs. Events are `dp_accounting`'s, plus the exponential
-mechanism. Neighbours differ by adding or removing one unit.
+An event says what happened, `epsilon.py` says what it costs. Events are `dp_accounting`'s, plus the
+exponential mechanism. Neighbours differ by adding or removing one unit.
 """
 
 import math
@@ -28,16 +28,16 @@ from sparsedp.errors import ConfigError, UnsupportedError
 class ExponentialMechanismDpEvent(DpEvent):
     """One draw from the exponential mechanism, P[i] proportional to exp(epsilon * u_i / range(u)).
 
-    range(u) is how far a unit can move two scores apart: twice the sensitivity in general, the sensitivity itself
-    when a unit moves all scores the same way (counts). Its privacy loss then has range epsilon (Durfee & Rogers
-    2019). Gumbel noise of scale range(u) / epsilon and the k largest scores are k such draws.
+    range(u) is how far one unit can move two scores apart: twice the sensitivity in general, the sensitivity
+    itself if a unit moves all scores the same way (counts). The privacy loss then has range epsilon (Durfee &
+    Rogers 2019). Gumbel noise of scale range(u) / epsilon and the k largest scores are k such draws.
     """
 
     epsilon: float
 
 
 def gaussian_step(noise_multiplier: float, sample_rate: float) -> DpEvent:
-    """One step of DP-SGD: Gaussian noise of standard deviation sigma * C on the clipped sum of a Poisson sample."""
+    """One step of DP-SGD: N(0, (sigma C)^2) on the sum over a Poisson sample, each unit clipped to norm C."""
     sigma = require_number("noise_multiplier", noise_multiplier, low=0.0)
     rate = require_number("sample_rate", sample_rate, low=0.0, high=1.0)
     if rate == 0:
@@ -51,7 +51,7 @@ def gaussian_step(noise_multiplier: float, sample_rate: float) -> DpEvent:
 def combined_multiplier(*noise_multipliers: float) -> float:
     """(sum sigma_i^-2)^(-1/2): several Gaussians on one sample are one Gaussian (DP-AdaFEST, section 3.3).
 
-    Only so may they be Poisson-sampled: as separately sampled events they would be charged as if each had drawn a
+    Only so may they be Poisson-sampled: as separately sampled events they would be charged as if each had a
     sample of its own, which reports far too small an epsilon.
     """
     if not noise_multipliers:
@@ -64,7 +64,7 @@ def combined_multiplier(*noise_multipliers: float) -> float:
 
 
 def split_multiplier(noise_multiplier: float, ratio: float) -> tuple[float, float]:
-    """(sigma1, sigma2) with sigma1 / sigma2 = ratio that together cost what sigma costs (DP-AdaFEST, section 3.3)."""
+    """(sigma1, sigma2) with sigma1 / sigma2 = ratio that cost what sigma costs (DP-AdaFEST, section 3.3)."""
     sigma = require_number("noise_multiplier", noise_multiplier, low=0.0)
     ratio = require_number("ratio", ratio, low=0.0, low_open=True)
     second = sigma * math.hypot(1.0, 1.0 / ratio)
@@ -72,7 +72,13 @@ def split_multiplier(noise_multiplier: float, ratio: float) -> tuple[float, floa
 
 
 def require_number(
-    name: str, value: Any, *, low: float, high: float = math.inf, low_open: bool = False, high_open: bool = False
+    name: str,
+    value: Any,
+    *,
+    low: float,
+    high: float = math.inf,
+    low_open: bool = False,
+    high_open: bool = False,
 ) -> float:
     """`value` as a finite float within the range, or an error that names the argument and the range."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -112,13 +118,14 @@ _KINDS = ("amount", "probability", "count", "event", "events")
 def register_event(cls: type[DpEvent], fields: dict[str, str]) -> None:
     """Let events of class `cls` be recorded and saved.
 
-    `fields` names every field of the class and its kind: amount (>= 0), probability, count, event or events. To be
-    charged, the class also has to be known to an accountant (`pairs.py`, `rdp.py`).
+    `fields` names every field of the class and its kind: amount (>= 0), probability, count, event or events.
+    To be charged, the class also has to be known to an accountant (`pairs.py`, `rdp.py`).
     """
     declared = {field.name for field in attr.fields(cls)}
     if declared != set(fields) or not set(fields.values()) <= set(_KINDS):
         raise ConfigError(
-            f"register_event({cls.__name__}): fields must map {sorted(declared)} to one of {_KINDS}; got {fields}"
+            f"register_event({cls.__name__}): fields must map each of {sorted(declared)} to one of {_KINDS}; "
+            f"got {fields}"
         )
     if any(known.__name__ == cls.__name__ and known is not cls for known in _FIELDS):
         raise ConfigError(f"register_event: another event class is already registered as {cls.__name__}")
@@ -129,7 +136,9 @@ def event_to_dict(event: DpEvent) -> dict[str, Any]:
     """The event as plain JSON types: its class name under "event_type", and its fields."""
     fields = _FIELDS.get(type(event))
     if fields is None:
-        raise UnsupportedError(f"{type(event).__name__} is not a privacy event that can be recorded: {event!r}")
+        raise UnsupportedError(
+            f"{type(event).__name__} is not a privacy event that can be recorded: {event!r}"
+        )
     out: dict[str, Any] = {"event_type": type(event).__name__}
     for name, kind in fields.items():
         value = getattr(event, name)
@@ -143,7 +152,7 @@ def event_to_dict(event: DpEvent) -> dict[str, Any]:
 
 
 def event_from_dict(data: Any) -> DpEvent:
-    """The inverse of `event_to_dict`. An unknown event, or an unknown, missing or impossible field, is refused."""
+    """The inverse of `event_to_dict`. Refuses unknown events, and unknown, missing or impossible fields."""
     if not isinstance(data, dict) or not isinstance(data.get("event_type"), str):
         raise UnsupportedError(f'a privacy event must be an object with an "event_type"; got {data!r}')
     name = data["event_type"]

@@ -13,7 +13,7 @@ _VERSION = 1
 
 @dataclass(frozen=True)
 class Entry:
-    """`count` releases of the same event in a row. `setup` marks a one-off cost, which is not a training step."""
+    """`count` releases of the same event in a row; `setup` marks a one-off cost, which is not a step."""
 
     event: DpEvent
     count: int
@@ -57,7 +57,11 @@ class Ledger:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the record by a saved one; if any of it is malformed or unknown, nothing changes."""
-        if not isinstance(state, dict) or state.get("version") != _VERSION or set(state) != {"version", "entries"}:
+        if (
+            not isinstance(state, dict)
+            or state.get("version") != _VERSION
+            or set(state) != {"version", "entries"}
+        ):
             raise CheckpointError(f"not a ledger of version {_VERSION}: {state!r:.200}")
         if not isinstance(state["entries"], list):
             raise CheckpointError("the ledger's entries must be a list")
@@ -66,7 +70,9 @@ class Ledger:
 
 def _load_entry(index: int, data: Any) -> Entry:
     if not isinstance(data, dict) or set(data) != {"event", "count", "setup"}:
-        raise CheckpointError(f"ledger entry {index} must have the fields event, count and setup; got {data!r:.200}")
+        raise CheckpointError(
+            f"ledger entry {index} must have the fields event, count and setup; got {data!r:.200}"
+        )
     if not isinstance(data["setup"], bool):
         raise CheckpointError(f"ledger entry {index}: setup must be true or false; got {data['setup']!r}")
     try:

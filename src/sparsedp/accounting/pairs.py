@@ -1,13 +1,13 @@
-"""Dominating pairs: for each event, two distributions (P, Q) that are at least as far apart as its outputs on any
-two neighbours (Zhu, Dong & Wang 2022).
+"""Dominating pairs: distributions (P, Q) at least as far apart as an event's outputs on any two neighbours.
 
-A pair is given by the masses that P and Q put on intervals of the privacy loss log(P/Q). That is all that composing
-events needs, and it can be computed to full relative accuracy in both tails.
+See Zhu, Dong & Wang 2022. A pair is given by the masses that P and Q put on intervals of the privacy loss
+log(P/Q). That is all that composing events needs, and has full relative accuracy in both tails.
 """
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from dp_accounting import DpEvent, GaussianDpEvent, LaplaceDpEvent, PoissonSampledDpEvent
@@ -16,8 +16,8 @@ from scipy.special import ndtr, ndtri
 
 from sparsedp.accounting.events import ExponentialMechanismDpEvent
 
-Array = NDArray[np.float64]
-# Increasing edges e_0..e_n -> masses of P and of Q on (-inf, e_0], (e_0, e_1], .., (e_n, inf): two arrays of n + 2.
+Array = NDArray[Any]
+# Increasing edges e_0, .., e_n -> the masses of P and of Q on (-inf, e_0], (e_0, e_1], .., (e_n, inf).
 Masses = Callable[[Array], tuple[Array, Array]]
 
 
@@ -101,7 +101,7 @@ def _laplace(epsilon: float) -> Pair:
 def _exponential(epsilon: float) -> Pair:
     """The exponential mechanism, whose loss lies in [t - epsilon, t] for a t that depends on the neighbours.
 
-    For each t the worst pair is binary (Dong, Durfee & Rogers 2020); the largest hockey-stick divergence over t is
+    For each t the worst pair is binary (Dong, Durfee & Rogers 2020); the largest divergence over t is
     delta(x) = (1 - e^((x - epsilon)/2))^2 / (1 - e^-epsilon), and P[loss > x] = delta - delta'.
     """
     scale = -math.expm1(-epsilon)
@@ -123,11 +123,13 @@ def _exponential(epsilon: float) -> Pair:
 
 
 def _symmetric(bound: float, cdf: Callable[[Array], Array], survival: Callable[[Array], Array]) -> Pair:
-    """A pair whose reverse is itself, so that Q[loss <= x] = P[loss >= -x], with losses in [-bound, bound]."""
+    """A pair whose reverse is itself: Q[loss <= x] = P[loss >= -x]. Losses lie in [-bound, bound]."""
 
     def masses(edges: Array) -> tuple[Array, Array]:
         just_below = np.nextafter(-edges, -np.inf)
-        return _interval_masses(cdf(edges), survival(edges)), _interval_masses(survival(just_below), cdf(just_below))
+        return _interval_masses(cdf(edges), survival(edges)), _interval_masses(
+            survival(just_below), cdf(just_below)
+        )
 
     return Pair(-bound, bound, masses)
 
@@ -145,7 +147,7 @@ def sampled_pairs(rate: float, remove: "Atoms", add: "Atoms") -> tuple[Pair, Pai
         mass=np.append((1 - rate) * q + rate * p, (1 - rate) * rest),
         infinite=rate * remove.infinite,
     )
-    # Adding: Q, with mass q, comes first; it is nowhere more than 1/(1-q) times the mixture, even where P has none.
+    # Adding: Q comes first. It is at most 1/(1-q) times the mixture, also where P has no mass.
     added = Atoms(
         loss=np.append(-np.logaddexp(math.log1p(-rate), math.log(rate) - add.loss), -math.log1p(-rate)),
         mass=np.append(add.mass, add.infinite),
@@ -175,7 +177,7 @@ class Atoms:
 
 
 def _interval_masses(cdf: Array, survival: Array) -> Array:
-    """Masses between neighbouring points, each from the smaller of the two tails, so that no digits cancel."""
+    """Masses between neighbouring points, each from the smaller tail, so that no digits cancel."""
     from_left = np.diff(cdf, prepend=0.0, append=1.0)
     from_right = -np.diff(survival, prepend=1.0, append=0.0)
     return np.where(np.append(cdf, 1.0) < 0.5, from_left, from_right)

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from sparsedp.accounting.events import ExponentialMechanismDpEvent
 from sparsedp.errors import UnsupportedError
 
-_ORDERS = np.array([*DEFAULT_RDP_ORDERS, 2048, 4096], dtype=np.float64)
-# dp_accounting computes a step's divergence with a rounding error of up to this, and takes a negative result as
-# "no cost"; adding it keeps the bound a bound.
+_ORDERS = np.array(DEFAULT_RDP_ORDERS, dtype=np.float64)
+# dp_accounting's divergence of a step has a rounding error of up to this, and it takes a negative one for no
+# cost; adding it keeps the bound a bound.
 _ROUNDING = 1e-15
 
 

@@ -62,6 +62,8 @@ def get_noise_multiplier(
     require_count("steps", steps, low=1)
 
     def make_event(sigma: float) -> DpEvent:
-        return training_event(noise_multiplier=sigma, sample_rate=sample_rate, steps=steps, mechanism=mechanism)
+        return training_event(
+            noise_multiplier=sigma, sample_rate=sample_rate, steps=steps, mechanism=mechanism
+        )
 
     return calibrate(make_event, target_epsilon, target_delta, accountant)

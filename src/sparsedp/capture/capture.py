@@ -40,6 +40,21 @@ class Record:
     grad: Tensor | None = None
 
 
+class Kept:
+    """A tensor that a use needs after backward; changing it in place meanwhile is an error."""
+
+    def __init__(self, tensor: Tensor, what: str) -> None:
+        self._tensor, self._version, self._what = tensor.detach(), tensor._version, what
+
+    def get(self) -> Tensor:
+        if self._tensor._version != self._version:
+            raise UnsupportedError(
+                f"The input of {self._what} was modified in place before step(), so its gradient cannot be formed. "
+                "Use the operation that returns a new tensor."
+            )
+        return self._tensor
+
+
 class _Source(torch.autograd.Function):
     """Makes a tensor that has no history the start of one, so that its gradient can be seen."""
 
@@ -218,6 +233,9 @@ class Capture:
         self._info[out] = UnitData(axis)
         return out
 
+    def keep(self, tensor: Tensor, operation: str, names: str) -> Kept:
+        return Kept(tensor, f"operation '{operation}' on parameter {names}{self._where()}")
+
     def expression(self, tensor: Any) -> Expression | None:
         """What is known of a tensor that depends on private parameters alone; None for any other."""
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
@@ -250,9 +268,9 @@ class Capture:
         )  # fmt: skip
 
     def refuse(self, operation: str, names: str, reason: str, instead: str) -> UnsupportedError:
-        where = next((name for name in reversed(self._stack) if name), "")
-        place = f" in module '{where}'" if where else ""
-        return UnsupportedError(f"Operation '{operation}' on parameter {names}{place}: {reason}. Instead: {instead}.")
+        return UnsupportedError(
+            f"Operation '{operation}' on parameter {names}{self._where()}: {reason}. Instead: {instead}."
+        )
 
     def resumed(self) -> TorchFunctionMode:
         """The mode, for a rule that is itself written with captured operations."""
@@ -312,7 +330,7 @@ class Capture:
         if name == "setitem" or (name.endswith("_") and isinstance(args[0], Tensor) and not self.is_data(args[0])):
             self._info[args[0]] = UnitData(find_axis(args[0].shape, self.units))
             return
-        if not outputs:
+        if not outputs or name.startswith("new_") or (name in _SHAPE_ONLY and not self.is_data(args[0])):
             return
         known = [(tensor, self._info[tensor]) for tensor in data]
         mixed = next((info for _, info in known if isinstance(info, Mixed)), None)
@@ -355,7 +373,7 @@ class Capture:
 
     def _where(self) -> str:
         where = next((name for name in reversed(self._stack) if name), "")
-        return f", in module '{where}'" if where else ""
+        return f" in module '{where}'" if where else ""
 
 
 @dataclass(frozen=True)

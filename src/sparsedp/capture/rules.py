@@ -118,9 +118,10 @@ def _record_lookup(
 ) -> Tensor:
     units = capture.units
     axis = capture.axis(ids, name, table.names)
+    kept_ids = capture.keep(ids, name, table.names)
 
     def finish(grad: Tensor) -> Placed:
-        rows = unit_first(ids, axis, units).reshape(-1).long()
+        rows = unit_first(kept_ids.get(), axis, units).reshape(-1).long()
         values = unit_first(grad, axis, units).reshape(rows.numel(), grad.shape[-1])
         per_unit = rows.numel() // units if units else 0
         whose = torch.arange(units, device=rows.device).repeat_interleave(per_unit)
@@ -196,13 +197,15 @@ def _embedding_bag(capture: Capture, name: str, func: Callable, args: tuple, kwa
         )
     units = capture.units
     bag_of = _bags(ids, offsets, bool(bound.get("include_last_offset")), units)
+    kept_ids = capture.keep(ids, name, table.names)
+    kept_weights = None if weights is None else capture.keep(weights, name, table.names)
 
     def finish(grad: Tensor) -> Placed:
-        rows = ids.reshape(-1).long()
+        rows = kept_ids.get().reshape(-1).long()
         kept = rows + first
         if skip is not None:
             kept = kept.masked_fill(rows == skip, -1)
-        factor = None if weights is None else weights.detach().reshape(-1)
+        factor = None if kept_weights is None else kept_weights.get().reshape(-1)
         if mode == "mean":
             sizes = torch.zeros(units, dtype=grad.dtype, device=grad.device)
             sizes.index_add_(0, bag_of, (kept >= 0).to(grad.dtype))
@@ -232,18 +235,18 @@ def _record_linear(
 ) -> Tensor:  # fmt: skip
     """x (..., I) and out (..., O) with units on the same axis; either parameter may be absent."""
     units = capture.units
+    names = ", ".join(e.names for e in (matrix, bias) if e is not None)
     if axis.dim == x.ndim - 1:
-        names = (matrix or bias).names  # type: ignore[union-attr]
         raise capture.refuse(name, names, "it sums over the units of the batch", "transpose its input")
     if matrix is not None and not linear_is_cheap(matrix):
         _require_small(capture, name, matrix)
-    inputs = x.detach()
+    inputs = capture.keep(x, name, names)
 
     def finish(grad: Tensor) -> Placed:
         g = _positions(grad, axis, units)
         placed: Placed = []
         if matrix is not None:
-            placed += place_linear(matrix, _positions(inputs, axis, units), g)
+            placed += place_linear(matrix, _positions(inputs.get(), axis, units), g)
         if bias is not None:
             placed += place_built(bias, g[:, 0] if g.shape[1] == 1 else g.sum(1))
         return placed
@@ -363,7 +366,7 @@ def _conv(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict
     before, after = _padding(bound.get("padding", 0), size, dilation, spatial)
     padded = F.pad(x, [p for b, a in zip(reversed(before), reversed(after)) for p in (b, a)]) if any(after) else x
     out = func(padded, _plain(capture, weight), _plain(capture, bias), stride, 0, dilation, groups)
-    inputs = padded.detach()
+    inputs = capture.keep(padded, name, names)
     if kernel is not None and (not kernel.is_view or not kernel.tensor.is_contiguous()):
         _require_small(capture, name, kernel)
 
@@ -374,7 +377,7 @@ def _conv(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict
             placed += place_built(shift, g.sum(2))
         if kernel is None:
             return placed
-        image = inputs if spatial == 2 else inputs[:, :, None]
+        image = inputs.get() if spatial == 2 else inputs.get()[:, :, None]
         window = tuple(size) if spatial == 2 else (1, *size)
         step = stride if spatial == 2 else (1, *stride)
         spread = dilation if spatial == 2 else (1, *dilation)
@@ -390,7 +393,7 @@ def _conv(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict
 
     def finish_small_groups(grad: Tensor) -> Placed:
         g = grad.flatten(2).unflatten(1, (groups, -1))
-        image = inputs if spatial == 2 else inputs[:, :, None]
+        image = inputs.get() if spatial == 2 else inputs.get()[:, :, None]
         window = tuple(size) if spatial == 2 else (1, *size)
         step = stride if spatial == 2 else (1, *stride)
         spread = dilation if spatial == 2 else (1, *dilation)
@@ -433,26 +436,23 @@ def _padding(
 def _elementwise(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     """Any broadcasting operation: every unit gets its own copy of the parameter, whose gradient is kept."""
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    names = _names(capture, operands)
     ndim = max(operand.ndim for operand in operands)
-    located = None
+    placed = []
     for operand in operands:
         if capture.is_data(operand):
-            known = capture.expression(operand)
-            assert known is None
-            axis = capture.axis(operand, name, _names(capture, operands)).shifted(ndim - operand.ndim)
-            if located is not None and axis != located and capture.units > 1:
-                raise capture.refuse(name, _names(capture, operands), "units lie on different axes", "align them")
-            located = axis
-    assert located is not None
-    if located.inner != 1:
-        raise capture.refuse(name, _names(capture, operands), "units share an axis with positions", "unflatten it first")
+            axis = capture.axis(operand, name, names).shifted(ndim - operand.ndim)
+            placed.append((axis, operand.shape[axis.dim - ndim]))
+    axis, size = placed[0]
+    if any(other != placed[0] for other in placed) and capture.units > 1:
+        raise capture.refuse(name, names, "units lie on different axes of its inputs", "align them first")
 
     def tapped(value: Any) -> Any:
         found = capture.expression(value)
-        return value if found is None else _tap(capture, name, found, located, ndim)
+        return value if found is None else _tap(capture, name, found, axis, ndim, size)
 
     out = func(*[tapped(value) for value in args], **{key: tapped(value) for key, value in kwargs.items()})
-    capture._info[out] = UnitData(located)
+    capture._info[out] = UnitData(axis)
     return out
 
 
@@ -460,18 +460,21 @@ def _names(capture: Capture, operands: list[Tensor]) -> str:
     return ", ".join(e.names for e in map(capture.expression, operands) if e is not None)
 
 
-def _tap(capture: Capture, name: str, expression: Expression, axis: UnitAxis, ndim: int) -> Tensor:
-    """The parameter, once for every unit, in a shape that broadcasts as before; its gradient is per unit."""
+def _tap(capture: Capture, name: str, expression: Expression, axis: UnitAxis, ndim: int, size: int) -> Tensor:
+    """The parameter, once for every unit, in a shape that broadcasts as before; its gradient is per unit.
+
+    `axis` is where the units are in a result of `ndim` dimensions, `size` how long that dimension is.
+    """
     units = capture.units
     dim = axis.dim - (ndim - expression.tensor.ndim)  # the dimension of the parameter that faces the units
-    if dim >= 0 and expression.tensor.shape[dim] != 1:
+    value = expression.tensor.detach()
+    if dim >= 0 and value.shape[dim] != 1:
+        if size != units:
+            raise capture.refuse(name, expression.names, "units share an axis with positions", "unflatten the input first")
         if not aligned_is_cheap(expression, dim):
             _require_small(capture, name, expression)
-        return capture.record(
-            expression.tensor.detach(), lambda grad: place_aligned(expression, grad, dim), UnitAxis(dim)
-        )
+        return capture.record(value, lambda grad: place_aligned(expression, grad, dim), UnitAxis(dim))
     _require_placeable(capture, name, expression)
-    value = expression.tensor.detach()
     copies = value.reshape(*(1,) * max(0, -dim), *value.shape)
     at = max(dim, 0)
     copies = copies.expand(*copies.shape[:at], units, *copies.shape[at + 1 :])
@@ -479,7 +482,12 @@ def _tap(capture: Capture, name: str, expression: Expression, axis: UnitAxis, nd
     def finish(grad: Tensor) -> Placed:
         return place_built(expression, grad.movedim(at, 0).reshape(units, *expression.tensor.shape))
 
-    return capture.record(copies, finish, UnitAxis(at))
+    tapped = capture.record(copies, finish, UnitAxis(at))
+    if size == units:
+        return tapped
+    outer = size // (units * axis.inner) if units else 0
+    shape = [-1] * at + [outer, units, axis.inner] + [-1] * (tapped.ndim - at - 1)
+    return tapped.unsqueeze(at + 1).unsqueeze(at).expand(shape).flatten(at, at + 2)
 
 
 def _require_placeable(capture: Capture, name: str, expression: Expression) -> None:
@@ -504,12 +512,12 @@ def _join(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict
     data = next(tensor for tensor in tensors if capture.is_data(tensor))
     names = _names(capture, tensors)
     axis = capture.axis(data, name, names)
-    if axis.inner != 1 or (name != "stack" and dim % data.ndim == axis.dim):
+    if data.shape[axis.dim] != capture.units or (name != "stack" and dim % data.ndim == axis.dim):
         raise capture.refuse(name, names, "it joins along the units' axis", "expand the parameter over the batch first")
     pieces = []
     for tensor in tensors:
         found = capture.expression(tensor)
-        pieces.append(tensor if found is None else _tap(capture, name, found, axis, tensor.ndim))
+        pieces.append(tensor if found is None else _tap(capture, name, found, axis, tensor.ndim, capture.units))
     out = func(pieces, dim)
     capture._info[out] = UnitData(output_axis(name, axis, data, out, (tensors, dim), {}))
     return out
@@ -626,7 +634,7 @@ def _unit_by_unit(
             return type(value)(prepare(item) for item in value)
         found = capture.expression(value)
         if found is not None:
-            moved.append(_tap(capture, name, found, UnitAxis(0), found.tensor.ndim + 1))
+            moved.append(_tap(capture, name, found, UnitAxis(0), found.tensor.ndim + 1, units))
         elif capture.is_data(value):
             axis = capture.axis(value, name, names)
             if axis != UnitAxis(0) or value.shape[0] != units:

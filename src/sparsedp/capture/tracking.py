@@ -210,14 +210,15 @@ def _reshape(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: d
     if out.numel() == 0:
         return UnitAxis(0) if out.ndim and out.shape[0] == 0 else None
     behind = axis.inner * math.prod(source.shape[axis.dim + 1 :])
-    before = source.numel() // (behind * (source.shape[axis.dim] // axis.inner)) if behind else 0
+    count = source.shape[axis.dim] // axis.inner
+    before = source.numel() // (behind * count)
     tail = out.numel()
     for dim, size in enumerate(out.shape):
         head, tail = out.numel() // tail, tail // size
-        if tail <= behind and behind % tail == 0 and before % head == 0 and size * tail > behind:
+        reaches = size * tail >= behind * min(count, 2)  # the step from one unit to the next lies in this dimension
+        if tail <= behind and behind % tail == 0 and before % head == 0 and reaches:
             return UnitAxis(dim, behind // tail)
-    # One unit: it owns everything, whichever dimension of size one stands for it.
-    return UnitAxis(0) if out.ndim and out.shape[0] == 1 else None
+    return None
 
 
 @_rule("stack")

@@ -107,23 +107,19 @@ class ParameterUses:
         Where uses can cancel, rounding grows with the terms and not with the result. The slack, a multiple of the
         squared sum of the terms' norms, keeps a unit whose large terms cancel from passing as small.
         """
-        pieces: list[Lookup | Linear | Built] = [*self.linears, *self.builts]
+        pieces: list[Use] = [*self.linears, *self.builts]
         if self.lookups:
             pieces.append(_merge_lookups(self.lookups))
-        if len(pieces) == 1 and isinstance(pieces[0], Lookup) and len(self.lookups) == 1:
-            return _lookup_norms(self.lookups[0], units)
-        total, bound = None, None
-        for index, piece in enumerate(pieces):
-            own = _inner(piece, piece, units)
-            total = own if total is None else total + own
-            reach = _reach(piece, units)
-            bound = reach if bound is None else bound + reach
-            for other in pieces[:index]:
-                total = total + 2 * _inner(piece, other, units)
-        assert total is not None and bound is not None
+        total = _inner(pieces[0], pieces[0], units)
         if len(pieces) == 1 and not _can_cancel(pieces[0]):
             return total
-        return total.clamp_min(0) + 16 * torch.finfo(total.dtype).eps * bound.square()
+        reach = _reach(pieces[0], units)
+        for index, piece in enumerate(pieces[1:], 1):
+            total = total + _inner(piece, piece, units)
+            reach = reach + _reach(piece, units)
+            for other in pieces[:index]:
+                total = total + 2 * _inner(piece, other, units)
+        return total.clamp_min(0) + 16 * torch.finfo(total.dtype).eps * reach.square()
 
     def weighted_sum(self, factors: Tensor, shape: torch.Size) -> Tensor | RowSparse:
         """The sum over units of factor times gradient; row-sparse if there are lookups only."""
@@ -242,6 +238,11 @@ def _norm(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dim=-1)
 
 
+def _squared(x: Tensor) -> Tensor:
+    """Squared norm of each row. In one pass over the rows, where square().sum() would make two."""
+    return _norm(x).square()
+
+
 def _per_unit(values: Tensor, units: Tensor, count: int) -> Tensor:
     return values.new_zeros(count).index_add_(0, units, values)
 
@@ -271,20 +272,20 @@ def _coalesce(lookup: Lookup) -> tuple[Tensor, Tensor, Tensor]:
 def _lookup_norms(lookup: Lookup, units: int) -> Tensor:
     """Squared norms of lookups: equal ids of a unit are added up first."""
     if lookup.one_each:
-        return lookup.grad.square().sum(1).masked_fill(lookup.ids < 0, 0)
+        return _squared(lookup.grad).masked_fill(lookup.ids < 0, 0)
     inverse, key_units, key_rows = _coalesce(lookup)
     if lookup.source is not None and lookup.grad.shape[0] == units:
         # One bag per unit: every row gets a multiple of the same gradient, so only the multiples are added up.
         weight = lookup.weight if lookup.weight is not None else lookup.grad.new_ones(lookup.ids.shape)
         multiples = weight.new_zeros(key_rows.numel()).index_add_(0, inverse, weight)
         squares = multiples.square().masked_fill(key_rows < 0, 0).to(lookup.grad.dtype)
-        return _per_unit(squares, key_units, units) * lookup.grad.square().sum(1)
+        return _per_unit(squares, key_units, units) * _squared(lookup.grad)
     if key_rows.numel() == lookup.ids.numel():  # nothing repeats
-        squares = lookup.positions().square().sum(1).masked_fill(lookup.ids < 0, 0)
+        squares = _squared(lookup.positions()).masked_fill(lookup.ids < 0, 0)
         return _per_unit(squares, lookup.units, units)
     positions = lookup.positions()
     rows = positions.new_zeros(key_rows.numel(), positions.shape[1]).index_add_(0, inverse, positions)
-    return _per_unit(rows.square().sum(1).masked_fill(key_rows < 0, 0), key_units, units)
+    return _per_unit(_squared(rows).masked_fill(key_rows < 0, 0), key_units, units)
 
 
 def _inner(one: Use, other: Use, units: int) -> Tensor:
@@ -323,7 +324,7 @@ def _linear_inner(one: Linear, other: Linear) -> Tensor:
     g = one.grad[:, :, start - one.rows[0] : stop - one.rows[0]]
     h = other.grad[:, :, start - other.rows[0] : stop - other.rows[0]]
     if p == 1 and one is other:
-        return one.inputs[:, 0].square().sum(1) * g[:, 0].square().sum(1)
+        return _squared(one.inputs[:, 0]) * _squared(g[:, 0])
     size = width * (stop - start)
     if p * q * (width + stop - start) <= (p + q) * size:
         parts = [
@@ -344,7 +345,7 @@ def _built_inner(one: Built, other: Built) -> Tensor:
         return one.values.new_zeros(one.values.shape[0])
     a = one.values[:, start - one.offset : stop - one.offset]
     if one is other:
-        return a.square().sum(1)
+        return _squared(a)
     return (a * other.values[:, start - other.offset : stop - other.offset]).sum(1)
 
 

@@ -64,6 +64,7 @@ ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
 }
 _FIRST_BLOCK = 1 << 19  # small, so that a file of the wrong kind is refused at once
 _BLOCK = 1 << 24
+_PIECE_ROWS = 1 << 18
 _EARLY_LINES = 1000
 _BOM = b"\xef\xbb\xbf"
 
@@ -294,13 +295,16 @@ def _build(
 
 def _renumber(path: Path, rows: int, number_to_row: Sequence[np.ndarray]) -> None:
     """Replaces the numbers of `ValueCounter` by rows, in place and piece by piece."""
-    categories = np.memmap(path, np.int32, mode="r+", shape=(rows, CATEGORIES))
-    for begin in range(0, rows, 1 << 18):
-        piece = np.array(categories[begin : begin + (1 << 18)])
-        for j, row in enumerate(number_to_row):
-            piece[:, j] = row[piece[:, j]]
-        categories[begin : begin + len(piece)] = piece
-    categories.flush()
+    with open(path, "r+b") as file:
+        for begin in range(0, rows, _PIECE_ROWS):
+            place = begin * CATEGORIES * 4
+            file.seek(place)
+            count = min(_PIECE_ROWS, rows - begin) * CATEGORIES
+            piece = np.fromfile(file, np.int32, count).reshape(-1, CATEGORIES)
+            for j, row in enumerate(number_to_row):
+                piece[:, j] = row[piece[:, j]]
+            file.seek(place)
+            piece.tofile(file)
 
 
 @contextmanager

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from sparsedp.noise import RandomKey
 from sparsedp.sampling.poisson import poisson_indices
 
-# First element of the path of an epoch's permutation, (_SHUFFLE, epoch). Poisson draws have the path (step,).
+# First elements of the paths of an epoch's permutation and of the workers' seeds. Poisson draws have the path (step,).
 _SHUFFLE = 0
+_WORKERS = 1
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,10 @@ class Draws:
             first = position * self.batch_size
             batch = np.arange(first, min(first + self.batch_size, self.size))
             yield batch if order is None else order[batch]
+
+    def worker_generator(self, start: Place) -> torch.Generator:
+        """What seeds the workers of a pass that begins at `start`."""
+        return self.key.torch(_WORKERS, start.step)
 
     def physical(self, start: Place, infos: deque[BatchInfo]) -> Iterator[list[int]]:
         """Indices of the physical batches from `start` on, for torch's machinery, which may run ahead.

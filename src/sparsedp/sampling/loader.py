@@ -82,6 +82,7 @@ class PrivateLoader(DataLoader[Any]):
         self.current: BatchInfo | None = None
         self._draws = Draws(key, size, batch_size, steps, poisson, shuffle, max_physical_batch)
         self._feed = feed
+        self._own_generator = loader.generator is None
         self._template: Any = _END
         self._pass = 0  # number of the live pass
         self._done = Place(0, 0, 0)  # behind the last complete logical batch
@@ -124,6 +125,10 @@ class PrivateLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self._pass += 1
         infos: deque[BatchInfo] = deque()
+        if self._own_generator:
+            # torch seeds the workers from here. Its global generator must stay as it is: a resumed run starts one pass
+            # more than an uninterrupted one, and its dropout would go on with other numbers.
+            self.generator = self._draws.worker_generator(self._next)
         # The source must not refer to this loader: persistent workers in a cycle take seconds to shut down.
         self._feed.source = self._draws.physical(self._next, infos)
         return self._batches(super().__iter__(), infos, self._next, self._pass)

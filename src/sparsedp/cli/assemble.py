@@ -1,0 +1,268 @@
+"""From a configuration to the objects of a run: data, model, loss, optimizer, schedule, and the private ones."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import os
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, default_collate
+
+from sparsedp.cli.config import (
+    ClickLogData,
+    Config,
+    CountedVocabulary,
+    GeneratedData,
+    HashedVocabulary,
+    OwnData,
+    OwnModel,
+    SchedulerConfig,
+)
+from sparsedp.data import (
+    ClickDataset,
+    CountVocabulary,
+    GivenVocabulary,
+    HashVocabulary,
+    generated_click_log,
+    open_click_log,
+)
+from sparsedp.engine import PrivacyEngine
+from sparsedp.errors import ConfigError
+from sparsedp.models import PCTR
+from sparsedp.optimizer import PrivateOptimizer
+from sparsedp.sampling import PrivateLoader
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class Data:
+    """The training set, what is held out (if anything), and how examples become a batch."""
+
+    training: Any
+    held_out: Any | None
+    collate: Callable[[Any], Any]
+
+    @property
+    def vocabulary_is_private(self) -> bool:
+        return bool(getattr(self.training, "vocabulary_is_private", False))
+
+    def examples(self, count: int) -> Any:
+        """The first examples of the training set, as a batch."""
+        return self.collate([self.training[i] for i in range(min(count, len(self.training)))])
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is ready to start: everything private is in place."""
+
+    engine: PrivacyEngine
+    model: nn.Module
+    optimizer: PrivateOptimizer
+    loader: PrivateLoader
+    scheduler: LambdaLR
+    loss: Loss
+    data: Data
+    steps: int
+    delta: float
+
+
+def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
+    """Plans the run, calibrating the noise if the configuration asks for an epsilon."""
+    training, privacy = config.training, config.privacy
+    # A generator of their own: loaders draw from torch's global one when they start, and a resumed run starts once more.
+    loader = DataLoader(
+        data.training, batch_size=training.batch_size, shuffle=True, collate_fn=data.collate,
+        num_workers=training.workers, generator=torch.Generator(), worker_init_fn=leave_signals_to_the_main_process,
+    )  # fmt: skip
+    engine = PrivacyEngine(accountant=privacy.accountant, seed=training.seed)
+    delta = default_delta(len(data.training)) if privacy.target_delta is None else privacy.target_delta
+    common: dict[str, Any] = dict(
+        module=model, optimizer=make_optimizer(config, model), data_loader=loader, max_grad_norm=privacy.max_grad_norm,
+        mechanism=privacy.make_mechanism(), clipping=privacy.clipping, loss_reduction=privacy.loss_reduction,
+        poisson_sampling=privacy.poisson_sampling, max_physical_batch=training.max_physical_batch,
+    )  # fmt: skip
+    if privacy.target_epsilon is not None:
+        model, optimizer, private = engine.make_private_with_epsilon(
+            target_epsilon=privacy.target_epsilon, target_delta=delta, epochs=training.epochs, **common
+        )
+    else:
+        assert privacy.noise_multiplier is not None
+        model, optimizer, private = engine.make_private(noise_multiplier=privacy.noise_multiplier, **common)
+    if data.vocabulary_is_private:
+        engine.add_note("The vocabulary, which was counted on the private data without noise.")
+    steps = training.epochs * private.steps_per_epoch
+    scheduler = LambdaLR(optimizer, learning_rate_share(config.optimizer.scheduler, steps))
+    return Prepared(engine, model, optimizer, private, scheduler, make_loss(config), data, steps, delta)
+
+
+def default_delta(size: int) -> float:
+    """1 / N, as in the DP-AdaFEST paper (section 4), rounded down to one digit."""
+    exponent = math.floor(math.log10(1 / size))
+    return float(f"{math.floor(1 / size / 10**exponent + 1e-9)}e{exponent}")
+
+
+def leave_signals_to_the_main_process(worker: int) -> None:
+    """Ctrl-C reaches loader workers too; they must live until the main process has finished its step."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# ------------------------------------------------------------------ data
+
+
+def load_data(config: Config, progress: Callable[[int], None] | None = None) -> Data:
+    """Generates, reads or asks for the data. `progress` is called with the rows of a click log read so far."""
+    seed_torch(config)
+    source = config.data
+    if isinstance(source, OwnData):
+        made = _call(source.kind, "data", source.options)
+        training, held_out = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        if not hasattr(training, "__len__") or not hasattr(training, "__getitem__"):
+            raise ConfigError(
+                f"data.kind: {source.kind} returned {type(training).__name__}; expected a data set with __len__ and "
+                "__getitem__, or (training set, held-out set)"
+            )
+        return Data(training, held_out, getattr(training, "collate", default_collate))
+    if isinstance(source, GeneratedData):
+        log: ClickDataset = generated_click_log(
+            source.rows, seed=source.seed, scale=source.scale, skew=source.skew, days=source.days,
+            drift=source.drift, click_rate=source.click_rate,
+        )  # fmt: skip
+    else:
+        log = open_click_log(
+            source.paths, cache_dir=source.cache_dir, vocabulary=_vocabulary(source),
+            max_malformed=source.max_malformed, progress=progress,
+        )  # fmt: skip
+    by_days = isinstance(source.held_out, list)
+    training, held_out = log.split(source.held_out, by="periods" if by_days else "tail")
+    if len(training) == 0:
+        raise ConfigError(f"data.held_out: {source.held_out} leaves nothing of the {len(log)} rows to train on")
+    return Data(training, held_out if len(held_out) else None, log.collate)
+
+
+def _vocabulary(source: ClickLogData) -> HashVocabulary | CountVocabulary | GivenVocabulary:
+    chosen = source.vocabulary
+    if isinstance(chosen, HashedVocabulary):
+        return HashVocabulary(chosen.buckets)
+    if isinstance(chosen, CountedVocabulary):
+        return CountVocabulary(chosen.min_count)
+    return GivenVocabulary(chosen.path)
+
+
+# ------------------------------------------------------------------ model, loss, optimizer
+
+
+def seed_torch(config: Config) -> None:
+    """Fixes the weights that a model starts with. Apart from the noise, whose only seed is training.seed."""
+    training = config.training
+    seed = training.seed if training.init_seed is None else training.init_seed
+    if seed is not None:
+        torch.manual_seed(seed)
+
+
+def make_model(config: Config, training: Any) -> nn.Module:
+    seed_torch(config)
+    chosen = config.model
+    if isinstance(chosen, OwnModel):
+        model = _call(chosen.kind, "model", chosen.options, training)
+        if not isinstance(model, nn.Module):
+            raise ConfigError(f"model.kind: {chosen.kind} returned {type(model).__name__}; expected a torch.nn.Module")
+        return model
+    if not hasattr(training, "vocabulary_sizes"):
+        raise ConfigError("model.kind: pctr needs a click log; this data set has no vocabulary_sizes")
+    return PCTR(
+        training.vocabulary_sizes, hidden=chosen.hidden, hidden_layers=chosen.hidden_layers, dims=chosen.dim
+    )
+
+
+def make_loss(config: Config) -> Loss:
+    if config.loss != "binary_cross_entropy":
+        return _find(config.loss, "loss")
+    reduction = config.privacy.loss_reduction
+
+    def binary_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(logits, target, reduction=reduction)
+
+    return binary_cross_entropy
+
+
+def forward(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, Any, Tensor]:
+    """(output, target, loss) of a batch: (inputs..., target), or a dict, which is its own target (as in `sparsedp.check`)."""
+    if isinstance(batch, Mapping):
+        output, target = model(**batch), batch
+    else:
+        *inputs, target = batch
+        output = model(*inputs)
+    return output, target, loss(output, target)
+
+
+def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
+    chosen = config.optimizer
+    kind = getattr(torch.optim, chosen.name)
+    try:
+        return kind([p for p in model.parameters() if p.requires_grad], lr=chosen.lr, **chosen.options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer: {chosen.name} refuses its settings: {error}") from error
+
+
+def learning_rate_share(config: SchedulerConfig, steps: int) -> Callable[[int], float]:
+    """The share of the learning rate for each step, from 0."""
+
+    def share(step: int) -> float:
+        if step < config.warmup:
+            return (step + 1) / (config.warmup + 1)
+        progress = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
+        if config.kind == "linear":
+            return 1 - progress * (1 - config.final)
+        if config.kind == "cosine":
+            return config.final + (1 - config.final) * (1 + math.cos(math.pi * progress)) / 2
+        return 1.0
+
+    return share
+
+
+# ------------------------------------------------------------------ a user's own
+
+
+def _find(address: str, key: str) -> Callable[..., Any]:
+    """The callable at "package.module:name", looked for in the current directory too, as `python -m` does."""
+    module_name, _, name = address.partition(":")
+    here = os.getcwd()
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        found: Any = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # an import inside the user's module failed
+        raise ConfigError(
+            f"{key}: there is no module {error.name!r} (for {address}), neither installed nor in the current directory"
+        ) from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{key}: {address}: {module_name} has no {name!r}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise ConfigError(f"{key}: {address} is not callable")
+    return found
+
+
+def _call(address: str, section: str, options: dict[str, Any], *positional: Any) -> Any:
+    function = _find(address, f"{section}.kind")
+    try:
+        inspect.signature(function).bind(*positional, **options)
+    except TypeError as error:
+        raise ConfigError(f"{section}.options: {address} cannot be called with them: {error}") from error
+    return function(*positional, **options)

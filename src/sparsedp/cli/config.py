@@ -1,0 +1,194 @@
+"""What a run is configured by. `configs/demo.yaml` explains the keys; `load.py` reads them from files."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+
+from sparsedp.cli.schema import Address, Range, SchemaError, suggestion
+from sparsedp.mechanisms import Mechanism, mechanism_from_dict
+
+Count = Annotated[int, Range(1)]
+Seed = Annotated[int, Range(0, 2**63 - 1)]
+Share = Annotated[float, Range(0, 1)]
+Positive = Annotated[float, Range(0, low_open=True)]
+NotNegative = Annotated[float, Range(0)]
+# A share of the rows, the last ones, or the periods (days) that are held out.
+HeldOut = Annotated[float, Range(0, 1, high_open=True)] | list[int]
+
+
+@dataclass(frozen=True)
+class GeneratedData:
+    """A click log drawn from a planted model (`sparsedp.data.generated_click_log`)."""
+
+    kind: Literal["generated"]
+    rows: Count
+    seed: Seed = 0
+    scale: Positive = 1.0
+    skew: NotNegative = 1.1
+    days: Count = 1
+    drift: Share = 0.0
+    click_rate: Annotated[float, Range(0, 1, low_open=True, high_open=True)] = 0.25
+    held_out: HeldOut = 0.1
+
+
+@dataclass(frozen=True)
+class HashedVocabulary:
+    kind: Literal["hash"]
+    buckets: Annotated[int, Range(2)] | list[Annotated[int, Range(2)]] = 100_000
+
+
+@dataclass(frozen=True)
+class CountedVocabulary:
+    kind: Literal["count"]
+    min_count: Count = 10
+
+
+@dataclass(frozen=True)
+class FileVocabulary:
+    kind: Literal["given"]
+    path: str
+
+
+@dataclass(frozen=True)
+class ClickLogData:
+    """A click log in Criteo's text format (`sparsedp.data.open_click_log`)."""
+
+    kind: Literal["clicklog"]
+    paths: str | list[str]
+    cache_dir: str = "runs/cache"
+    vocabulary: HashedVocabulary | CountedVocabulary | FileVocabulary = HashedVocabulary("hash")
+    max_malformed: Share = 0.001
+    held_out: HeldOut = 0.1
+
+
+@dataclass(frozen=True)
+class OwnData:
+    """A user's callable: its data set, or (training set, held-out set), out of `options`."""
+
+    kind: Address
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PctrModel:
+    """The click-through-rate model of the DP-AdaFEST paper (`sparsedp.models.PCTR`)."""
+
+    kind: Literal["pctr"]
+    hidden: Count = 598
+    hidden_layers: Count = 4
+    dim: Count | None = None
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """A user's callable: its module, out of the training set and `options`."""
+
+    kind: Address
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The learning rate over the run, as a share of `optimizer.lr`: up from 0 in `warmup` steps, then to `final`."""
+
+    kind: Literal["none", "linear", "cosine"] = "none"
+    warmup: Annotated[int, Range(0)] = 0
+    final: Share = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind == "none" and self.final != 0:
+            raise SchemaError("final", "a learning rate that does not decay has no final share; choose linear or cosine")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: str
+    lr: Positive
+    options: dict[str, Any] = field(default_factory=dict)
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    def __post_init__(self) -> None:
+        known = [
+            name for name, value in vars(torch.optim).items()
+            if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
+        ]  # fmt: skip
+        if self.name not in known:
+            problem = f"expected an optimizer of torch.optim ({', '.join(known)}); got {self.name!r}"
+            raise SchemaError("name", problem + suggestion(self.name, known))
+        if "lr" in self.options:
+            raise SchemaError("options.lr", "give the learning rate as optimizer.lr")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    epochs: Count
+    batch_size: Count
+    max_physical_batch: Count | None = None
+    workers: Annotated[int, Range(0)] = 0
+    evaluate_every: Count | None = None
+    checkpoint_every: Count | None = 1000
+    log_every: Count = 10
+    check: bool = True
+    seed: Seed | None = None
+    init_seed: Seed | None = None
+
+
+@dataclass(frozen=True)
+class PrivacyConfig:
+    max_grad_norm: Positive
+    target_epsilon: Positive | None = None
+    target_delta: Annotated[float, Range(0, 1, low_open=True, high_open=True)] | None = None
+    noise_multiplier: NotNegative | None = None
+    clipping: Literal["flat", "automatic"] = "flat"
+    mechanism: dict[str, Any] = field(default_factory=lambda: {"name": "dpsgd"})
+    accountant: Literal["pld", "rdp"] = "pld"
+    poisson_sampling: bool = True
+    loss_reduction: Literal["mean", "sum"] = "mean"
+
+    def __post_init__(self) -> None:
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            raise SchemaError(
+                "target_epsilon",
+                "give exactly one of target_epsilon and noise_multiplier (null takes the other one back); "
+                f"got {self.target_epsilon} and {self.noise_multiplier}",
+            )
+        self.make_mechanism()  # what it refuses is refused before any data is read
+
+    def make_mechanism(self) -> Mechanism:
+        try:
+            return mechanism_from_dict(self.mechanism)
+        except (TypeError, ValueError) as error:
+            raise SchemaError("mechanism", str(error)) from None
+
+
+@dataclass(frozen=True)
+class Config:
+    data: GeneratedData | ClickLogData | OwnData
+    model: PctrModel | OwnModel
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    privacy: PrivacyConfig
+    loss: Literal["binary_cross_entropy"] | Address = "binary_cross_entropy"
+    name: str = "run"
+
+    def __post_init__(self) -> None:
+        if not self.name or any(c in self.name for c in "/\\\0"):
+            raise SchemaError("name", f"names the run's folder, so it must not be empty or hold a slash; got {self.name!r}")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """The full paths of the keys in which two configurations differ."""
+    if type(old) is type(new) and is_dataclass(old):
+        names = [f.name for f in fields(old)]
+        return [
+            found
+            for name in names
+            for found in differences(getattr(old, name), getattr(new, name), f"{path}.{name}" if path else name)
+        ]
+    return [] if old == new else [path]

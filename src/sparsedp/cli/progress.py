@@ -1,0 +1,96 @@
+"""What a run shows while it goes on: a bar on a terminal, lines elsewhere, nothing if it is to be quiet."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 5.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run is."""
+
+    step: int
+    loss: float
+    epsilon: float  # spent so far; may be some seconds old
+    rows_touched: int
+    examples_per_second: float
+
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.4f}  epsilon {self.epsilon:.3f}  rows touched {self.rows_touched:,}  "
+            f"{self.examples_per_second:,.0f} examples/s"
+        )
+
+
+class Reporter:
+    """Shows nothing; the base of those that do."""
+
+    def say(self, text: str) -> None:
+        """A message of its own."""
+
+    def begin(self, step: int, steps: int) -> None:
+        """Training starts, or goes on, after `step` of `steps` steps."""
+
+    def show(self, status: Status) -> None:
+        """A step was taken."""
+
+    def end(self) -> None:
+        """Training stopped."""
+
+
+class Lines(Reporter):
+    """A line every few seconds, and at the last step."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._steps = 0
+        self._last = 0.0
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def begin(self, step: int, steps: int) -> None:
+        self._steps = steps
+        self._last = time.monotonic()
+
+    def show(self, status: Status) -> None:
+        if status.step == self._steps or time.monotonic() - self._last >= SECONDS_BETWEEN_LINES:
+            self._last = time.monotonic()
+            self.say(f"step {status.step}/{self._steps}  {status}")
+
+
+class Bar(Reporter):
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def begin(self, step: int, steps: int) -> None:
+        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        self._progress = Progress(*columns, console=self._console, refresh_per_second=4)
+        self._task = self._progress.add_task("", total=steps, completed=step)
+        self._progress.start()
+
+    def show(self, status: Status) -> None:
+        assert self._progress is not None
+        self._progress.update(self._task, completed=status.step, description=str(status))
+
+    def end(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def make_reporter(console: Console, quiet: bool) -> Reporter:
+    if quiet:
+        return Reporter()
+    return Bar(console) if console.is_terminal else Lines(console)

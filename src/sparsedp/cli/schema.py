@@ -1,0 +1,192 @@
+"""Plain values into frozen dataclasses: unknown keys, wrong types and impossible values are refused by their full path."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from sparsedp.errors import ConfigError
+
+T = TypeVar("T")
+# The address of a user's own callable, "package.module:name".
+Address = NewType("Address", str)
+
+
+class SchemaError(ConfigError):
+    """What is wrong at the key `path`."""
+
+    def __init__(self, path: str, problem: str) -> None:
+        super().__init__(f"{path}: {problem}" if path else problem)
+        self.path = path
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers from `low` to `high`; the ends belong to it unless they are `open`."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    low_open: bool = False
+    high_open: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        above = value > self.low if self.low_open else value >= self.low
+        below = value < self.high if self.high_open else value <= self.high
+        return above and below and math.isfinite(value)
+
+    def __str__(self) -> str:
+        low = f"{'above' if self.low_open else 'of at least'} {self.low:g}" if math.isfinite(self.low) else ""
+        high = f"{'below' if self.high_open else 'of at most'} {self.high:g}" if math.isfinite(self.high) else ""
+        return " and ".join(filter(None, (low, high)))
+
+
+def build(kind: type[T], values: Any, path: str = "") -> T:
+    """`values`, a mapping, as the dataclass `kind`. Its own `__post_init__` raises SchemaError with its own key."""
+    if not isinstance(values, Mapping):
+        raise SchemaError(path, f"expected a mapping with the keys {', '.join(keys_of(kind))}; got {_shown(values)}")
+    hints = get_type_hints(kind, include_extras=True)
+    for key in values:
+        if key not in hints:
+            raise SchemaError(_join(path, key), f"unknown key; expected one of {', '.join(hints)}{suggestion(key, hints)}")
+    given = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        where = _join(path, field.name)
+        if field.name in values:
+            given[field.name] = convert(hints[field.name], values[field.name], where)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise SchemaError(where, f"missing; expected {expected(hints[field.name])}")
+    try:
+        return kind(**given)
+    except SchemaError as error:
+        problem = str(error).removeprefix(f"{error.path}: ")
+        raise SchemaError(_join(path, error.path), problem) from None
+
+
+def convert(hint: Any, value: Any, path: str) -> Any:
+    """The value as the annotation says, or SchemaError with what was expected."""
+    members = _members(hint)
+    dataclass_members = [m for m in members if dataclasses.is_dataclass(m)]
+    if dataclass_members and value is not None:
+        if len(dataclass_members) == 1:
+            return build(dataclass_members[0], value, path)
+        return build(_by_kind(dataclass_members, value, path), value, path)
+    for member in members:
+        found = _converted(member, value, path)
+        if found is not _NO:
+            return found
+    raise SchemaError(path, f"expected {expected(hint)}; got {_shown(value)}{_closest(members, value)}")
+
+
+_NO = object()
+
+
+def _converted(hint: Any, value: Any, path: str) -> Any:
+    """The value as one member of a union, or _NO."""
+    if get_origin(hint) is Annotated:
+        inner, *limits = get_args(hint)
+        found = _converted(inner, value, path)
+        return found if found is not _NO and all(found in limit for limit in limits) else _NO
+    if get_origin(hint) is Literal:
+        return value if value in get_args(hint) else _NO
+    if get_origin(hint) is list:
+        if not isinstance(value, list):
+            return _NO
+        (item,) = get_args(hint)
+        return [convert(item, entry, f"{path}[{i}]") for i, entry in enumerate(value)]
+    if get_origin(hint) is dict:
+        return dict(value) if isinstance(value, Mapping) and all(isinstance(k, str) for k in value) else _NO
+    if hint is Address:
+        module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+        names = [*module.split("."), *name.split(".")]
+        return value if colon and all(part.isidentifier() for part in names) else _NO
+    if hint is type(None):
+        return None if value is None else _NO
+    if hint is bool or isinstance(value, bool):
+        return value if hint is bool and isinstance(value, bool) else _NO
+    if hint is int:
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # 1e6 is a whole number
+        return int(value) if whole else _NO
+    if hint is float:
+        return float(value) if isinstance(value, (int, float)) else _NO
+    if hint is str:
+        return value if isinstance(value, str) else _NO
+    raise TypeError(f"{path}: the schema has no rule for {hint!r}")
+
+
+def expected(hint: Any) -> str:
+    """The annotation in words."""
+    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
+    if get_origin(hint) is Annotated:
+        inner, *limits = get_args(hint)
+        return " ".join([expected(inner), *map(str, limits)])
+    if get_origin(hint) is Literal:
+        return " or ".join(map(str, get_args(hint)))
+    if get_origin(hint) is list:
+        return f"a list, each {expected(get_args(hint)[0])}"
+    if get_origin(hint) is dict:
+        return "a mapping"
+    if hint is Address:
+        return "'package.module:name'"
+    if dataclasses.is_dataclass(hint):
+        return f"a mapping with the keys {', '.join(keys_of(hint))}"
+    members = _members(hint)
+    return words[hint] if len(members) == 1 else " or ".join(expected(member) for member in members)
+
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _by_kind(members: list[Any], values: Any, path: str) -> Any:
+    """The dataclass whose `kind` is that of the values."""
+    if not isinstance(values, Mapping):
+        raise SchemaError(path, f"expected a mapping with the key kind; got {_shown(values)}")
+    hints = {member: get_type_hints(member, include_extras=True)["kind"] for member in members}
+    wanted = " or ".join(expected(hint) for hint in hints.values())
+    where = _join(path, "kind")
+    if "kind" not in values:
+        raise SchemaError(where, f"missing; expected {wanted}")
+    for member, hint in hints.items():
+        if _converted(hint, values["kind"], where) is not _NO:
+            return member
+    problem = f"expected {wanted}; got {_shown(values['kind'])}{_closest(hints.values(), values['kind'])}"
+    raise SchemaError(where, problem)
+
+
+def _closest(members: Iterable[Any], value: Any) -> str:
+    choices = [choice for m in members if get_origin(m) is Literal for choice in get_args(m)]
+    return suggestion(value, choices)
+
+
+def suggestion(given: Any, known: Iterable[str]) -> str:
+    """". Did you mean 'x'?", or nothing."""
+    close = difflib.get_close_matches(str(given), list(known), n=1)
+    return f". Did you mean '{close[0]}'?" if close else ""
+
+
+def keys_of(kind: Any) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def all_paths(kind: Any, path: str = "") -> Iterator[str]:
+    """The full path of every key that a dataclass, or one nested in it, can have."""
+    for name, hint in get_type_hints(kind, include_extras=True).items():
+        where = _join(path, name)
+        yield where
+        for member in _members(hint):
+            if dataclasses.is_dataclass(member):
+                yield from all_paths(member, where)
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

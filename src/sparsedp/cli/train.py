@@ -1,0 +1,325 @@
+"""Trains a model privately, as a configuration says, and leaves a folder with all that the run was and promises."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from sparsedp.check import check
+from sparsedp.cli.assemble import Data, Prepared, forward, load_data, make_loss, make_model, prepare
+from sparsedp.cli.config import Config, differences
+from sparsedp.cli.evaluate import evaluate
+from sparsedp.cli.load import add_config_arguments, load_config
+from sparsedp.cli.progress import Reporter, Status, make_reporter
+from sparsedp.cli.result import RunResult, Totals
+from sparsedp.cli.runfolder import RunFolder, plain, refuse_used_folder
+from sparsedp.cli.signals import stop_on_signals
+from sparsedp.engine import PrivacyEngine
+from sparsedp.errors import ConfigError
+from sparsedp.refusals import find_tables
+
+INTERRUPTED = 130
+# Examples that `sparsedp.check` looks at, and how many of them one by one.
+_CHECK_BATCH, _CHECK_UNITS = 4, 2
+# What a resumed run may do differently: nothing that the plan, the weights or the data depend on.
+_MAY_CHANGE = {
+    "training.workers",
+    "training.max_physical_batch",
+    "training.evaluate_every",
+    "training.checkpoint_every",
+    "training.log_every",
+    "training.check",
+}
+
+EPILOG = """examples:
+  sparsedp train demo                                    a generated click log, in about a minute
+  sparsedp train demo --set privacy.target_epsilon=1     the same with more noise
+  sparsedp train criteo --set 'data.paths=train.txt.gz'  a click log in Criteo's format
+  sparsedp train my.yaml --run-dir runs/mine --json      the result as JSON; progress goes to stderr
+  sparsedp train --resume runs/mine                      go on after Ctrl-C or a crash
+
+`sparsedp plan` says beforehand what a run will cost. The keys of a configuration are explained in demo.yaml,
+which `sparsedp train demo` uses; a run's own folder holds all of them, with their values, in config.yaml.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    add_config_arguments(parser, required=False)
+    parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with the run in this folder, from its checkpoint")
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the folder to write (runs/<name>-<time>)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON; everything else goes to stderr")
+    parser.add_argument("--quiet", action="store_true", help="show the result only")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.resume is None:
+        if args.config is None:
+            raise ConfigError("CONFIG is missing: a YAML file or the name of a bundled one, such as demo")
+        config = load_config(args.config, args.overrides)
+    else:
+        if args.run_dir is not None:
+            raise ConfigError("--resume goes on in the run's own folder; leave --run-dir out")
+        config = _resumed_config(args.resume, args.config, args.overrides)
+    console = Console(stderr=args.json, highlight=False)
+    reporter = make_reporter(console, args.quiet)
+    resume = args.resume is not None
+    result = run_training(config, args.resume or args.run_dir, resume=resume, reporter=reporter, on_signals=True)
+    if args.json:
+        print(json.dumps(plain(result.to_dict()), indent=2))
+    if not result.finished:
+        console.print(
+            f"Stopped after step {result.totals.steps} of {result.planned_steps}; the checkpoint is written. Go on with:\n"
+            f"  sparsedp train --resume {result.run_dir}", markup=False, soft_wrap=True,
+        )  # fmt: skip
+        return INTERRUPTED
+    if not args.json:
+        if not args.quiet:
+            console.print(f"\n{result.statement}", markup=False, soft_wrap=True)
+        console.print(result.table())
+    return 0
+
+
+def _resumed_config(folder: Path, source: str | None, overrides: list[str]) -> Config:
+    """The run's own configuration; another one, or --set, may change only what the result does not depend on."""
+    _, old = RunFolder.open(folder)
+    new = load_config(folder / "config.yaml" if source is None else source, overrides)
+    refused = sorted(set(differences(old, new)) - _MAY_CHANGE)
+    if refused:
+        raise ConfigError(
+            f"{folder} was started with another {', '.join(refused)}. A resumed run may change only "
+            f"{', '.join(sorted(_MAY_CHANGE))}; start a new run for the rest."
+        )
+    return new
+
+
+def run_training(
+    config: Config,
+    run_dir: Path | None = None,
+    *,
+    resume: bool = False,
+    reporter: Reporter | None = None,
+    should_stop: Callable[[int], bool] = lambda step: False,
+    on_signals: bool = False,
+) -> RunResult:
+    """Runs a configuration to its end, or until `should_stop(step)` (or, with `on_signals`, Ctrl-C) ends it early.
+
+    With `resume` it goes on from the checkpoint in `run_dir`; otherwise `run_dir` is made, and must not exist or be empty.
+    """
+    started = time.monotonic()
+    reporter = reporter or Reporter()
+    if run_dir is not None and not resume:
+        refuse_used_folder(run_dir)
+    data = _load(config, reporter)
+    model = make_model(config, data.training)
+    if config.training.check:
+        take = getattr(data.training, "take", None)
+        batch = data.examples(_CHECK_BATCH)
+        reduction = config.privacy.loss_reduction
+        reporter.say(str(check(model, make_loss(config), batch, units=_CHECK_UNITS, loss_reduction=reduction, take=take)))
+    prepared = prepare(config, data, model)
+    _describe(prepared, reporter)
+    if resume:
+        assert run_dir is not None
+        folder, _ = RunFolder.open(run_dir)
+        training = _Training(config, prepared, folder, reporter, started)
+        training.restore()
+        folder.write_config(config)
+    else:
+        folder = RunFolder.create(run_dir, config, prepared.engine.plan)
+        training = _Training(config, prepared, folder, reporter, started)
+    reporter.say(f"Run folder: {folder.path}")
+    if on_signals:
+        with stop_on_signals(reporter.say) as asked:
+            return training.run(lambda step: asked() or should_stop(step))
+    return training.run(should_stop)
+
+
+def _load(config: Config, reporter: Reporter) -> Data:
+    started = last = time.monotonic()
+
+    def progress(rows: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > 5:
+            last = time.monotonic()
+            reporter.say(f"Reading the click log: {rows:,} rows so far")
+
+    data = load_data(config, progress)
+    held_out = "nothing" if data.held_out is None else f"{len(data.held_out):,}"
+    seconds = time.monotonic() - started
+    reporter.say(f"Data: {len(data.training):,} examples to train on, {held_out} held out ({seconds:.1f} s)")
+    return data
+
+
+def _describe(prepared: Prepared, reporter: Reporter) -> None:
+    plan = prepared.engine.plan
+    budget = "" if plan.target_epsilon is None else f" for epsilon {plan.target_epsilon:g} at delta {prepared.delta:g}"
+    reporter.say(f"Model: {sum(p.numel() for p in prepared.model.parameters()):,} parameters")
+    reporter.say(
+        f"Plan: {plan.mechanism.name}, noise multiplier {plan.noise_multiplier:.4g}{budget}; "
+        f"{prepared.steps:,} steps of {plan.batch_size:,} examples (rate {plan.sample_rate:.3g})"
+    )
+
+
+class _EpsilonSpent:
+    """The ledger's epsilon, computed so rarely that it does not slow training down."""
+
+    def __init__(self, engine: PrivacyEngine, delta: float) -> None:
+        self._engine, self._delta = engine, delta
+        self._value, self._next = 0.0, 0.0
+
+    def __call__(self) -> float:
+        started = time.monotonic()
+        if started >= self._next:
+            self._value = self._engine.get_epsilon(self._delta)
+            took = time.monotonic() - started
+            self._next = started + max(5.0, 50 * took)
+        return self._value
+
+
+class _Training:
+    """The loop, and what is written down on the way."""
+
+    def __init__(
+        self, config: Config, prepared: Prepared, folder: RunFolder, reporter: Reporter, started: float
+    ) -> None:
+        self.config, self.parts, self.folder, self.reporter = config, prepared, folder, reporter
+        self.totals = Totals()
+        self.started = started
+        self.earlier_seconds = 0.0  # of the runs that this one resumes
+        self.evaluation: dict[str, float] = {}  # the latest, after step `evaluated`
+        self.evaluated = 0
+        self.epsilon_spent = _EpsilonSpent(prepared.engine, prepared.delta)
+
+    @property
+    def step(self) -> int:
+        """Steps taken in all."""
+        return self.parts.engine.ledger.steps
+
+    def run(self, should_stop: Callable[[int], bool]) -> RunResult:
+        self.reporter.begin(self.step, self.parts.steps)
+        try:
+            self._train(should_stop)
+        finally:
+            self.reporter.end()
+        finished = self.step == self.parts.steps
+        if finished:
+            self._evaluate()
+        self.save()
+        result = self._result(finished)
+        if finished:
+            self.folder.write_result(result.to_dict())
+        return result
+
+    def _train(self, should_stop: Callable[[int], bool]) -> None:
+        settings = self.config.training
+        while self.step < self.parts.steps:
+            for row in self._steps():
+                step = self.step
+                if step % settings.log_every == 0 or step == self.parts.steps:
+                    self.folder.log(row)
+                if settings.evaluate_every is not None and step % settings.evaluate_every == 0:
+                    self._evaluate()
+                if should_stop(step):
+                    return
+                if settings.checkpoint_every is not None and step % settings.checkpoint_every == 0:
+                    self.save()
+
+    def _steps(self) -> Iterator[dict[str, Any]]:
+        """Takes the steps that are left of an epoch; after each, what is logged about it."""
+        model, loss_fn, optimizer, loader = self.parts.model, self.parts.loss, self.parts.optimizer, self.parts.loader
+        mean = self.config.privacy.loss_reduction == "mean"
+        started, total = time.monotonic(), 0.0
+        for batch in loader:
+            info = loader.current
+            assert info is not None
+            optimizer.zero_grad()
+            if info.units:  # a Poisson sample may be empty: then there is noise only
+                _, _, loss = forward(model, loss_fn, batch)
+                loss.backward()
+                total += loss.item() * (info.units if mean else 1)
+            optimizer.step()
+            if not info.last:
+                continue
+            lr = optimizer.param_groups[0]["lr"]
+            self.parts.scheduler.step()
+            self.totals.training_seconds += time.monotonic() - started
+            yield self._stepped(total / info.logical_units if info.logical_units else math.nan, lr)
+            started, total = time.monotonic(), 0.0
+
+    def _stepped(self, loss: float, lr: float) -> dict[str, Any]:
+        report, totals = self.parts.optimizer.last_step, self.totals
+        assert report is not None
+        totals.steps += 1
+        totals.units += report.units
+        totals.rows_touched += report.rows_touched
+        totals.gradient_size += report.gradient_size
+        speed = totals.units / totals.training_seconds
+        self.reporter.show(Status(self.step, loss, self.epsilon_spent(), report.rows_touched, speed))
+        return {
+            "kind": "step",
+            "step": self.step,
+            "loss": loss,
+            "lr": lr,
+            "units": report.units,
+            "clipped_share": report.clipped_share,
+            "mean_norm": report.mean_norm,
+            "rows_touched": report.rows_touched,
+            "gradient_size": report.gradient_size,
+            "training_seconds": totals.training_seconds,
+        }
+
+    def _evaluate(self) -> None:
+        if self.evaluated == self.step:
+            return
+        self.evaluation = evaluate(self.config, self.parts.model, self.parts.loss, self.parts.data)
+        self.evaluated = self.step
+        if self.evaluation:
+            epsilon = self.parts.engine.get_epsilon(self.parts.delta)
+            self.folder.log({"kind": "evaluation", "step": self.step, **self.evaluation, "epsilon": epsilon})
+            values = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.evaluation.items())
+            self.reporter.say(f"Held out, after step {self.step}: {values}  (epsilon {epsilon:.3f})")
+
+    def save(self) -> None:
+        """The statement first: beside weights of fewer steps it promises too little, the other way round too much."""
+        self.totals.seconds = self.earlier_seconds + time.monotonic() - self.started
+        engine = self.parts.engine
+        self.folder.write_statement(engine.statement(self.parts.delta))
+        extra = {
+            "scheduler": self.parts.scheduler.state_dict(),
+            "totals": asdict(self.totals),
+            "evaluation": self.evaluation,
+            "evaluated": self.evaluated,
+        }
+        engine.save_checkpoint(self.folder.checkpoint, extra=extra)
+
+    def restore(self) -> None:
+        extra = self.parts.engine.load_checkpoint(self.folder.checkpoint)
+        self.parts.scheduler.load_state_dict(extra["scheduler"])
+        self.totals = Totals(**extra["totals"])
+        self.earlier_seconds = self.totals.seconds
+        self.evaluation, self.evaluated = extra["evaluation"], extra["evaluated"]
+        self.folder.forget_after(self.step)
+        self.reporter.say(f"Resumed after step {self.step} of {self.parts.steps}")
+
+    def _result(self, finished: bool) -> RunResult:
+        tables = find_tables(self.parts.model)
+        sizes = {name: p.numel() for name, p in self.parts.model.named_parameters() if p.requires_grad}
+        return RunResult(
+            run_dir=self.folder.path,
+            finished=finished,
+            planned_steps=self.parts.steps,
+            totals=self.totals,
+            dense_size=sum(size for name, size in sizes.items() if name in tables),
+            statement=self.parts.engine.statement(self.parts.delta),
+            metrics=self.evaluation if self.evaluated == self.step else {},
+            planted_auc=getattr(self.parts.data.held_out, "planted_auc", None),
+        )

@@ -1,0 +1,138 @@
+"""sparsedp.check finds what breaks the guarantee and names it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support import Apply, Clicks, clicks, loader_of, make_private
+from torch import nn
+
+import sparsedp
+from sparsedp import SparseDPError, UnitsMixedError
+
+
+def bce(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return F.binary_cross_entropy_with_logits(out, y)
+
+
+def test_accepts_a_sound_model_and_leaves_it_alone() -> None:
+    module = Clicks()
+    before = copy.deepcopy(module.state_dict())
+    report = sparsedp.check(module, bce, clicks(8))
+    assert report.units == 4 and report.parameters == 5 and report.largest_difference < 1e-9
+    assert "exact" in str(report)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(p.grad is None and p.dtype == torch.float32 for p in module.parameters())
+
+
+def test_works_after_make_private() -> None:
+    engine, module, optimizer, loader = make_private(Clicks(), loader_of(*clicks(64), batch_size=8))
+    sparsedp.check(module, bce, clicks(8))
+    assert engine.ledger.steps == 0
+
+
+def lm(length: int = 5) -> nn.Module:
+    model = Apply(lambda m, i: m.drop(m.e(i)) @ m.e.weight.T, e=nn.Embedding(10, 4), drop=nn.Dropout(0.5))
+    return model.train()
+
+
+def test_token_mean_with_ignore_index() -> None:
+    """Trap 18: the divisor counts everybody's valid tokens."""
+    ids = torch.randint(10, (6, 5))
+    target = ids.clone()
+    for unit in range(6):
+        target[unit, : unit % 4] = -100
+    with pytest.raises(UnitsMixedError, match="valid tokens"):
+        sparsedp.check(lm(), lambda out, y: F.cross_entropy(out.flatten(0, 1), y.flatten()), (ids, target))
+
+    def per_unit(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        losses = F.cross_entropy(out.mT, y, reduction="none")
+        return (losses.sum(1) / (y >= 0).sum(1)).mean()
+
+    sparsedp.check(lm(), per_unit, (ids, target))
+
+
+def test_in_batch_negatives_in_the_loss() -> None:
+    module = nn.Linear(4, 3)
+    loss = lambda out, y: F.cross_entropy(out @ out.T, torch.arange(len(out)))  # noqa: E731
+    with pytest.raises(UnitsMixedError, match=r"'weight'.*in-batch negatives"):
+        sparsedp.check(module, loss, (torch.randn(6, 4), torch.zeros(6)))
+
+
+def test_batch_statistics_in_the_loss() -> None:
+    module = nn.Linear(4, 3)
+    loss = lambda out, y: ((out - out.mean(0)) ** 2).mean()  # noqa: E731
+    with pytest.raises(UnitsMixedError, match="batch statistics"):
+        sparsedp.check(module, loss, (torch.randn(6, 4), torch.zeros(6)))
+
+
+def test_batch_norm_module() -> None:
+    with pytest.raises(sparsedp.UnsupportedError, match="BatchNorm1d"):
+        sparsedp.check(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), lambda o, y: o.mean(), (torch.randn(6, 4), torch.zeros(6)))
+
+
+def test_wrong_reduction() -> None:
+    with pytest.raises(UnitsMixedError, match="loss_reduction='sum'"):
+        sparsedp.check(Clicks(), lambda o, y: F.binary_cross_entropy_with_logits(o, y, reduction="sum"), clicks(8))
+    sparsedp.check(
+        Clicks(), lambda o, y: F.binary_cross_entropy_with_logits(o, y, reduction="sum"), clicks(8), loss_reduction="sum"
+    )
+    with pytest.raises(UnitsMixedError, match="loss_reduction='mean'"):
+        sparsedp.check(Clicks(), bce, clicks(8), loss_reduction="sum")
+
+
+def test_loss_that_is_no_number() -> None:
+    with pytest.raises(SparseDPError, match="one number"):
+        sparsedp.check(Clicks(), lambda o, y: F.binary_cross_entropy_with_logits(o, y, reduction="none"), clicks(8))
+
+
+def test_weights_in_the_loss() -> None:
+    module = Clicks()
+    with pytest.raises(SparseDPError, match="ordinary gradient|does not depend"):
+        sparsedp.check(module, lambda o, y: o.mean() + _spy(o), clicks(8))
+
+
+def _spy(out: torch.Tensor) -> torch.Tensor:
+    """Reaches a parameter through the graph, as a penalty in the loss would."""
+    node = out.grad_fn
+    assert node is not None
+    raise SparseDPError("ordinary gradient")
+
+
+def test_dict_batches() -> None:
+    class Takes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.e, self.l = nn.Embedding(10, 4), nn.Linear(4, 1)
+
+        def forward(self, ids: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+            return self.l(self.e(ids)).squeeze(-1)
+
+    batch = {"ids": torch.randint(10, (6,)), "label": torch.ones(6)}
+    sparsedp.check(Takes(), lambda out, batch: bce(out, batch["label"]), batch)
+
+
+def test_ragged_batches_need_take() -> None:
+    bag = nn.EmbeddingBag(10, 4)
+    lengths = [2, 3, 1, 4]
+    values, offsets = torch.randint(10, (10,)), torch.tensor([0, 2, 5, 6])
+    batch = (values, offsets, torch.ones(4))
+
+    def take(batch: tuple, indices: list[int]) -> tuple:
+        values, offsets, y = batch
+        parts = [values[offsets[i] : offsets[i] + lengths[i]] for i in indices]
+        starts = torch.tensor([0, *[len(p) for p in parts[:-1]]]).cumsum(0)
+        return torch.cat(parts), starts, y[indices]
+
+    loss = lambda out, y: (out.sum(1) * y).mean()  # noqa: E731
+    with pytest.raises(SparseDPError, match="take="):
+        sparsedp.check(bag, loss, batch)
+    assert sparsedp.check(bag, loss, batch, take=take).units == 4
+
+
+def test_needs_two_units() -> None:
+    with pytest.raises(SparseDPError, match="at least 2"):
+        sparsedp.check(Clicks(), bce, clicks(1))

@@ -1,0 +1,121 @@
+"""The noise has the right law and scale, is fresh, and does not come from a guessable seed."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from support import Clicks, clicks, loader_of, make_private, train
+from torch import nn
+
+from sparsedp.noise import CHUNK, GaussianNoise, RandomKey
+
+
+def accepts(sample: np.ndarray, std: float) -> bool:
+    return bool(stats.kstest(sample / std, "norm").pvalue > 1e-4)
+
+
+def test_law_of_large_and_small_tensors() -> None:
+    noise = GaussianNoise(RandomKey.from_seed(1))
+    tensors = {0: torch.empty(CHUNK + 1000), 1: torch.empty(50, 40), 2: torch.empty(3)}
+    noise.fill(tensors, 2.5, step=4)
+    for index in (0, 1):
+        sample = tensors[index].flatten().numpy()[-50_000:]
+        assert accepts(sample, 2.5)
+        assert not accepts(sample, 2.5 * 2 / 3)
+        assert not accepts(sample, 2.5 * 3 / 2)
+
+
+def test_fresh_at_every_step_and_different_on_every_tensor() -> None:
+    noise = GaussianNoise(RandomKey.from_seed(1))
+    drawn = []
+    for step in range(3):
+        tensors = {index: torch.empty(100_000) for index in range(2)} | {2: torch.empty(500), 3: torch.empty(500)}
+        noise.fill(tensors, 1.0, step)
+        drawn += [tensor.clone() for tensor in tensors.values()]
+    for i, one in enumerate(drawn):
+        for other in drawn[:i]:
+            n = min(len(one), len(other))
+            assert abs(float(torch.corrcoef(torch.stack([one[:n], other[:n]]))[0, 1])) < 6 / n**0.5
+
+
+def test_does_not_depend_on_threads() -> None:
+    threads = torch.get_num_threads()
+    results = []
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        tensor = torch.empty(2 * CHUNK + 5)
+        GaussianNoise(RandomKey.from_seed(3)).fill({0: tensor}, 1.0, 0)
+        results.append(tensor)
+    torch.set_num_threads(threads)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+def test_zero_deviation() -> None:
+    tensor = torch.ones(5)
+    GaussianNoise(RandomKey.from_os()).fill({0: tensor}, 0.0, 0)
+    assert float(tensor.abs().max()) == 0
+
+
+def test_torch_seed_has_no_influence() -> None:
+    """Trap 10: `torch.manual_seed` must not fix the noise."""
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        tensor = torch.empty(10)
+        GaussianNoise(RandomKey.from_os()).fill({0: tensor}, 1.0, 0)
+        drawn.append(tensor)
+    assert not torch.equal(*drawn)
+
+
+def test_the_whole_generator_state_depends_on_the_key() -> None:
+    """torch keeps only 32 bits of a seed; two keys that agree in a 32-bit seed must still differ everywhere."""
+    one, two = (RandomKey.from_seed(seed).torch(0).get_state().numpy()[24 : 24 + 8 * 624].view(np.uint64) for seed in (1, 2))
+    assert (one != two).mean() > 0.99
+    assert len(np.unique(one)) > 600
+
+
+def test_keys_keep_their_secret() -> None:
+    key = RandomKey.from_os()
+    assert not any(str(word) in repr(key) for word in key.words)
+    assert key.child(1) != key.child(2) and not key.child(1).seeded
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_noise_of_a_step(reduction: str) -> None:
+    """Trap 6: a step's update is lr * noise / divisor with deviation sigma * C on the sum, on every parameter."""
+    sigma, clip, lr, batch = 1.3, 0.7, 0.5, 16
+    torch.manual_seed(0)
+    module = Clicks(rows=2000, dim=20)
+    optimizer = torch.optim.SGD(module.parameters(), lr=lr)
+    data = loader_of(*clicks(320, rows=2000), batch_size=batch)
+    engine, module, optimizer, loader = make_private(
+        module, data, optimizer=optimizer, noise_multiplier=sigma, max_grad_norm=clip, loss_reduction=reduction
+    )
+    samples = []
+    for ids, x, _ in loader:
+        before = copy.deepcopy(module.state_dict())
+        optimizer.zero_grad()
+        (module(ids, x) * 0).sum().backward()  # no signal: the update is the noise alone
+        optimizer.step()
+        samples.append((module.table.weight.detach() - before["table.weight"]).flatten().numpy())
+        hidden = (module.hidden.weight.detach() - before["hidden.weight"]).flatten().numpy()
+        assert 0.7 < hidden.std() / (lr * sigma * clip / (batch if reduction == "mean" else 1)) < 1.4
+    sample = np.concatenate(samples)[:200_000]
+    std = lr * sigma * clip / (batch if reduction == "mean" else 1)
+    assert accepts(sample, std)
+    assert not accepts(sample, std * 2 / 3) and not accepts(sample, std * 3 / 2)
+
+
+def test_unused_parameters_get_noise() -> None:
+    """A table that no unit of the batch uses, or that forward skips, is noised all the same."""
+    module = Clicks()
+    module.spare = nn.Linear(3, 3)
+    engine, module, optimizer, loader = make_private(module, loader_of(*clicks(64), batch_size=8))
+    before = copy.deepcopy(module.state_dict())
+    train(module, optimizer, loader)
+    for name, value in module.state_dict().items():
+        assert (value != before[name]).all(), name
