@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsedp.accounting.ledger import Ledger
-from sparsedp.capture import Capture, Captured, RowSparse
+from sparsedp.capture import Capture, Captured, RowNorms, RowSparse
 from sparsedp.capture.uses import sum_rows
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnsupportedError
 from sparsedp.noise import SELECTION, GaussianNoise
@@ -109,6 +110,8 @@ class PrivateOptimizer(Optimizer):
         self.ledger = ledger
         self.noise = noise
         self.last_step: StepReport | None = None
+        # Entered around each stage of a step; benchmarks put a stopwatch here.
+        self.stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self._parameters = dict(parameters)
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._tables = set(tables)
@@ -172,7 +175,8 @@ class PrivateOptimizer(Optimizer):
             raise UnsupportedError("A closure would evaluate the loss several times in one step. Call step() without.")
         batch = self._next_batch()
         self._refuse_ordinary_gradients()
-        captured = self._capture.collect()
+        with self.stage("collect"):
+            captured = self._capture.collect()
         if captured is None:
             if batch.units > 0:
                 raise SparseDPError("step() was called without a backward() on the current batch before it.")
@@ -228,37 +232,44 @@ class PrivateOptimizer(Optimizer):
                 mine.touch(name, uses.touched_rows())
             if selection is not None and name in selection:
                 captured.uses[name] = uses.restricted(selection[name])
-        scale = float(captured.units) if self.plan.loss_reduction == "mean" else 1.0
-        squares: Tensor | None = None
-        for name, uses in captured.uses.items():
-            own = uses.squared_norms(captured.units)
-            if not torch.isfinite(own).all():
-                raise NonFiniteGradientError(
-                    f"The gradient of parameter '{name}' is NaN or infinite for some unit. The step was not taken."
-                )
-            own = own.double()
-            squares = own if squares is None else squares + own
-        if squares is None:
+        with self.stage("norms"):
+            norms = self._norms(captured)
+        if norms is None:
             return
-        norms = squares.sqrt() * scale
         factors = self.plan.clipping.factors(norms)
         mine.units += captured.units
         mine.clipped += int((norms > self.plan.clipping.max_norm).sum())
         mine.norms += float(norms.sum())
-        weights = (factors * scale).float() if self._dtype == torch.float32 else factors * scale
-        for name, uses in captured.uses.items():
-            mine.add(name, uses.weighted_sum(weights, self._parameters[name].shape))
+        with self.stage("sums"):
+            for name, uses in captured.uses.items():
+                parameter = self._parameters[name]
+                weights = (factors * self._scale(captured)).to(parameter.dtype)
+                mine.add(name, uses.weighted_sum(weights, parameter.shape))
 
-    @property
-    def _dtype(self) -> torch.dtype:
-        return next(iter(self._parameters.values())).dtype
+    def _scale(self, captured: Captured) -> float:
+        """What a captured gradient is multiplied by to be that of the unit's own loss."""
+        return float(captured.units) if self.plan.loss_reduction == "mean" else 1.0
+
+    def _norms(self, captured: Captured) -> Tensor | None:
+        """The norm of each unit's gradient over all parameters together, (B,), float64."""
+        squares: Tensor | None = None
+        known = RowNorms()
+        for name, uses in captured.uses.items():
+            own = uses.squared_norms(captured.units, known)
+            if not torch.isfinite(own).all():
+                raise NonFiniteGradientError(
+                    f"The gradient of parameter '{name}' is NaN or infinite for some unit. The step was not taken."
+                )
+            squares = own.double() if squares is None else squares + own.double()
+        return None if squares is None else squares.sqrt() * self._scale(captured)
 
     def _release(self) -> None:
         """Selects rows, adds the noise, lets the wrapped optimizer update, and writes the step into the ledger."""
         step = self.ledger.steps
         mechanism, key = self.plan.mechanism, self.noise.key
         tables = {name: self._parameters[name].detach() for name in self._tables if self._parameters[name].requires_grad}
-        selection = mechanism.select(self._held, tables, self.plan.noise_multiplier, key.child(step, SELECTION))
+        with self.stage("selection"):
+            selection = mechanism.select(self._held, tables, self.plan.noise_multiplier, key.child(step, SELECTION))
         for captured in self._held:
             self._accumulate(captured, selection)
         done, self._accumulated, self._held = self._accumulated, _Accumulated(), []
@@ -272,7 +283,8 @@ class PrivateOptimizer(Optimizer):
         # The noise on the sum has this deviation times the divisor: dividing now saves a pass over the gradients.
         divisor = self.plan.divisor
         std = mechanism.gradient_noise(self.plan.noise_multiplier) * self.plan.clipping.max_norm / divisor
-        self.noise.fill(noisy, std, step)
+        with self.stage("noise"):
+            self.noise.fill(noisy, std, step)
         for (name, parameter), gradient in zip(trained.items(), noisy.values()):
             rows = None if selection is None else selection.get(name)
             total = done.totals.get(name)
@@ -282,7 +294,8 @@ class PrivateOptimizer(Optimizer):
         # Written first: if the update is interrupted, the budget counts as spent.
         self.ledger.record(self.plan.step_event())
         try:
-            self.inner.step()
+            with self.stage("update"):
+                self.inner.step()
         finally:
             for parameter in trained.values():
                 parameter.grad = None

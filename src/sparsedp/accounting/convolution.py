@@ -156,7 +156,7 @@ class Total:
     def delta(self, epsilon: float, added_variance: float) -> Estimate:
         index = max(0, math.ceil(epsilon / self.interval) - self.first)
         if index >= len(self.mass):
-            return Estimate(min(1.0, self.infinite), 0.0)
+            return Estimate(min(1.0, self.infinite), self.infinite)
         above, deltas = self._tails()
         # Left of the window the mass is not known, save that it is at most one.
         mass = above[index] if index > 0 else 1.0
@@ -165,11 +165,12 @@ class Total:
         return Estimate(delta, self._delta_error(index, added_variance) if index > 0 else delta)
 
     def _delta_error(self, index: int, added_variance: float) -> float:
-        """How much of delta is due to rounding errors and to a variance v that was added to the loss.
+        """How much of delta is due to cut tails, to rounding errors, and to a variance v added to the loss.
 
         The latter is v/2 (delta'' - delta'): v/2 times the density of the loss.
         """
-        return float(self.rounding[index:].sum() + added_variance / 2 * self.mass[index] / self.interval)
+        blurred = added_variance / 2 * float(self.mass[index]) / self.interval
+        return self.infinite + float(self.rounding[index:].sum()) + blurred
 
 
 def compose(grids: Sequence[Grid], counts: Sequence[int], tilt: float, outside: float) -> Total:
@@ -197,7 +198,8 @@ def compose(grids: Sequence[Grid], counts: Sequence[int], tilt: float, outside: 
         spectrum *= _power(fft.rfft(np.bincount(index, weights=mass, minlength=length)), count)
         origin += count * centre
     tilted = np.roll(fft.irfft(spectrum, length), -((first - origin) % length))[:size]
-    rounding = ROUNDING * sum(counts) * float(tilted.max())
+    # Independent errors at each frequency spread evenly over the window; four standard deviations.
+    rounding = 4 * ROUNDING * sum(counts) * math.sqrt(_dot(tilted, tilted) / length)
 
     loss = interval * (first + np.arange(size))
     weight = np.exp(np.minimum(total.value - tilt * loss, 600.0))

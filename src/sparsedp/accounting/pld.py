@@ -51,14 +51,15 @@ def _refine(
 ) -> Estimate:
     """The one of epsilon and delta that is None, on finer and finer grids until the error is small enough."""
     counts = list(leaves.values())
-    tail = 1e-20 if delta is None else 1e-4 * delta
-    negligible = 1e-20 if delta is None else 1e-9
-    directions = list(zip(*(_pairs(leaf, max(tail / sum(counts), 1e-300)) for leaf in leaves)))
-    interval = max(max(pair.high - pair.low for pair in directions[0]) / 256, _MIN_INTERVAL)
-    finest, too_fine = math.inf, 0.0
+    negligible = 1e-20 if delta is None else 1e-6
+    interval, finest, too_fine = 0.0, math.inf, 0.0
     best = Estimate(math.inf, math.inf)
     point = _Point(epsilon, delta)
     while finest > 1.3 * too_fine:
+        tail = (1e-20 if point.delta is None else 1e-4 * point.delta) / sum(counts)
+        directions = list(zip(*(_pairs(leaf, max(tail, 1e-300)) for leaf in leaves)))
+        if interval == 0:
+            interval = max(max(pair.high - pair.low for pair in directions[0]) / 256, _MIN_INTERVAL)
         try:
             estimates = [_evaluate(pairs, counts, interval, point, epsilon) for pairs in directions]
         except TooFineError:
@@ -68,10 +69,17 @@ def _refine(
         finest = interval
         value = max(estimate.value for estimate in estimates)
         error = value - max(estimate.value - estimate.error for estimate in estimates)
-        if value < best.value:
+        gained = best.value - value
+        if gained > 0:
             best = Estimate(value, error)
-        if error <= relative_error * value + negligible or finest <= _MIN_INTERVAL or math.isinf(value):
+        if (
+            error <= relative_error * value + negligible
+            or finest <= _MIN_INTERVAL
+            or value in (0.0, math.inf)
+        ):
             break
+        if gained < 0.1 * relative_error * value:
+            break  # what error there is does not come from the grid
         point = _Point(value, delta) if epsilon is None else _Point(epsilon, value)
         # The error goes with the square of the interval; it is itself part of the value.
         shrink = 0.9 * math.sqrt(relative_error * max(value - error, value / 10) / error)
@@ -95,6 +103,8 @@ def _evaluate(
     grids = [Grid.of(pair, interval) for pair in pairs]
     tilt = _find_tilt(grids, counts, point)
     added = sum(count * max(map(grid.added_variance, (0.0, tilt))) for grid, count in zip(grids, counts))
+    # A rare large loss may bring most of epsilon, at once; its own rounding hardly shows in the average.
+    added += interval**2 / 4
     total = compose(grids, counts, tilt, _OUTSIDE)
     if epsilon is not None:
         return total.delta(epsilon, added)

@@ -101,8 +101,10 @@ class ParameterUses:
             _merge_builts([use for use in uses if isinstance(use, Built)]),
         )
 
-    def squared_norms(self, units: int) -> Tensor:
+    def squared_norms(self, units: int, known: RowNorms | None = None) -> Tensor:
         """Squared norm of each unit's gradient, (B,), never below the true one by more than rounding.
+
+        `known` keeps row norms that parameters share, such as those of the output gradient of a weight and its bias.
 
         Where uses can cancel, rounding grows with the terms and not with the result. The slack, a multiple of the
         squared sum of the terms' norms, keeps a unit whose large terms cancel from passing as small.
@@ -110,7 +112,7 @@ class ParameterUses:
         pieces: list[Use] = [*self.linears, *self.builts]
         if self.lookups:
             pieces.append(_merge_lookups(self.lookups))
-        total = _inner(pieces[0], pieces[0], units)
+        total = _own_square(pieces[0], units, RowNorms() if known is None else known)
         if len(pieces) == 1 and not _can_cancel(pieces[0]):
             return total
         reach = _reach(pieces[0], units)
@@ -243,6 +245,19 @@ def _squared(x: Tensor) -> Tensor:
     return _norm(x).square()
 
 
+class RowNorms:
+    """Squared row norms by tensor, so that none is read twice. For tensors that stay as they are meanwhile."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple, Tensor] = {}
+
+    def squared(self, x: Tensor) -> Tensor:
+        key = (x.data_ptr(), x.shape, x.stride())
+        if key not in self._known:
+            self._known[key] = _squared(x)
+        return self._known[key]
+
+
 def _per_unit(values: Tensor, units: Tensor, count: int) -> Tensor:
     return values.new_zeros(count).index_add_(0, units, values)
 
@@ -288,6 +303,15 @@ def _lookup_norms(lookup: Lookup, units: int) -> Tensor:
     return _per_unit(_squared(rows).masked_fill(key_rows < 0, 0), key_units, units)
 
 
+def _own_square(piece: Use, units: int, known: RowNorms) -> Tensor:
+    """A use's squared norm. The two commonest uses read their tensors once, if nobody did before."""
+    if isinstance(piece, Built):
+        return known.squared(piece.values)
+    if isinstance(piece, Linear) and piece.inputs.shape[1] == 1:
+        return known.squared(piece.inputs[:, 0]) * known.squared(piece.grad[:, 0])
+    return _inner(piece, piece, units)
+
+
 def _inner(one: Use, other: Use, units: int) -> Tensor:
     """Inner product of two uses' gradients, for each unit, (B,)."""
     if isinstance(one, Lookup) and isinstance(other, Lookup):
@@ -323,8 +347,6 @@ def _linear_inner(one: Linear, other: Linear) -> Tensor:
         return one.grad.new_zeros(batch)
     g = one.grad[:, :, start - one.rows[0] : stop - one.rows[0]]
     h = other.grad[:, :, start - other.rows[0] : stop - other.rows[0]]
-    if p == 1 and one is other:
-        return _squared(one.inputs[:, 0]) * _squared(g[:, 0])
     size = width * (stop - start)
     if p * q * (width + stop - start) <= (p + q) * size:
         parts = [
@@ -344,8 +366,6 @@ def _built_inner(one: Built, other: Built) -> Tensor:
     if start >= stop:
         return one.values.new_zeros(one.values.shape[0])
     a = one.values[:, start - one.offset : stop - one.offset]
-    if one is other:
-        return _squared(a)
     return (a * other.values[:, start - other.offset : stop - other.offset]).sum(1)
 
 

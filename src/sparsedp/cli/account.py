@@ -13,8 +13,10 @@ from sparsedp.errors import ConfigError
 
 EPILOG = """examples:
   sparsedp account epsilon --noise-multiplier 0.6 --sample-rate 0.002 --steps 500 --delta 1e-6
-  sparsedp account epsilon --noise-multiplier 0.6 --batch-size 2048 --dataset-size 1000000 --epochs 1 --delta 1e-6
-  sparsedp account noise --target-epsilon 3 --target-delta 1e-6 --batch-size 2048 --dataset-size 1000000 --epochs 1
+  sparsedp account epsilon --noise-multiplier 0.6 --batch-size 2048 --dataset-size 1000000 --epochs 1 \\
+      --delta 1e-6
+  sparsedp account noise --target-epsilon 3 --target-delta 1e-6 --batch-size 2048 --dataset-size 1000000 \\
+      --epochs 1
 
 Batches are Poisson samples; neighbouring data sets differ by adding or removing one example.
 """
@@ -23,24 +25,33 @@ Batches are Poisson samples; neighbouring data sets differ by adding or removing
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     questions = parser.add_subparsers(dest="question", required=True, metavar="{epsilon,noise}")
-    for name, help in (("epsilon", "the epsilon of a run"), ("noise", "the least noise for a target epsilon")):
+    for name, help in (
+        ("epsilon", "the epsilon of a run"),
+        ("noise", "the least noise for a target epsilon"),
+    ):
         question = questions.add_parser(
             name, help=help, description=help, epilog=EPILOG, formatter_class=parser.formatter_class
         )
         if name == "epsilon":
-            question.add_argument("--noise-multiplier", type=float, required=True, help="noise deviation / clipping norm")
+            question.add_argument(
+                "--noise-multiplier", type=float, required=True, help="noise deviation / clipping norm"
+            )
             question.add_argument("--delta", type=float, required=True)
         else:
             question.add_argument("--target-epsilon", type=float, required=True)
             question.add_argument("--target-delta", type=float, required=True)
         question.add_argument("--sample-rate", type=float, help="probability that an example joins a batch")
-        question.add_argument("--batch-size", type=int, help="expected; with --dataset-size, instead of --sample-rate")
+        question.add_argument(
+            "--batch-size", type=int, help="expected; with --dataset-size, instead of --sample-rate"
+        )
         question.add_argument("--dataset-size", type=int, help="number of examples")
         question.add_argument("--steps", type=int)
         question.add_argument("--epochs", type=int, help="instead of --steps")
         question.add_argument("--accountant", choices=["pld", "rdp"], default="pld")
         question.add_argument("--json", action="store_true", help="print JSON")
-        question.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+        question.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
+        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,9 +61,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         delta = args.target_delta
         noise = get_noise_multiplier(
-            target_epsilon=args.target_epsilon, target_delta=delta, sample_rate=rate, steps=steps,
+            target_epsilon=args.target_epsilon,
+            target_delta=delta,
+            sample_rate=rate,
+            steps=steps,
             accountant=args.accountant,
-        )  # fmt: skip
+        )
     epsilon = get_epsilon(
         noise_multiplier=noise, sample_rate=rate, steps=steps, delta=delta, accountant=args.accountant
     )
@@ -76,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _rate_and_steps(args: argparse.Namespace) -> tuple[float, int]:
     sizes = args.batch_size, args.dataset_size
-    if (args.sample_rate is None) == (None in sizes) or (args.sample_rate is not None and sizes != (None, None)):
+    if (args.sample_rate is None) == (None in sizes) or (
+        args.sample_rate is not None and sizes != (None, None)
+    ):
         raise ConfigError("give either --sample-rate, or both --batch-size and --dataset-size")
     if (args.steps is None) == (args.epochs is None):
         raise ConfigError("give either --steps or --epochs")
@@ -85,7 +101,8 @@ def _rate_and_steps(args: argparse.Namespace) -> tuple[float, int]:
     else:
         if not 1 <= args.batch_size <= args.dataset_size:
             raise ConfigError(
-                f"--batch-size must be between 1 and --dataset-size; got {args.batch_size} and {args.dataset_size}"
+                "--batch-size must be between 1 and --dataset-size; "
+                f"got {args.batch_size} and {args.dataset_size}"
             )
         rate, epoch = args.batch_size / args.dataset_size, math.ceil(args.dataset_size / args.batch_size)
     return rate, args.steps if args.steps is not None else args.epochs * epoch

@@ -1,4 +1,4 @@
-"""From a configuration to the objects of a run: data, model, loss, optimizer, schedule, and the private ones."""
+"""From a configuration to the objects of a run: data, model, loss, optimizer and the private ones."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ class Data:
 
     def examples(self, count: int) -> Any:
         """The first examples of the training set, as a batch."""
-        return self.collate([self.training[i] for i in range(min(count, len(self.training)))])
+        indices = list(range(min(count, len(self.training))))
+        if hasattr(self.training, "__getitems__"):  # as torch's own loader does
+            return self.collate(self.training.__getitems__(indices))
+        return self.collate([self.training[i] for i in indices])
 
 
 @dataclass(frozen=True)
@@ -81,18 +84,29 @@ class Prepared:
 def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
     """Plans the run, calibrating the noise if the configuration asks for an epsilon."""
     training, privacy = config.training, config.privacy
-    # A generator of their own: loaders draw from torch's global one when they start, and a resumed run starts once more.
     loader = DataLoader(
-        data.training, batch_size=training.batch_size, shuffle=True, collate_fn=data.collate,
-        num_workers=training.workers, generator=torch.Generator(), worker_init_fn=leave_signals_to_the_main_process,
-    )  # fmt: skip
+        data.training,
+        batch_size=training.batch_size,
+        shuffle=True,
+        collate_fn=data.collate,
+        num_workers=training.workers,
+        worker_init_fn=leave_signals_to_the_main_process,
+        # Its own: a pass starts with a draw from it, else from torch's global one, and resuming adds a pass.
+        generator=torch.Generator(),
+    )
     engine = PrivacyEngine(accountant=privacy.accountant, seed=training.seed)
     delta = default_delta(len(data.training)) if privacy.target_delta is None else privacy.target_delta
-    common: dict[str, Any] = dict(
-        module=model, optimizer=make_optimizer(config, model), data_loader=loader, max_grad_norm=privacy.max_grad_norm,
-        mechanism=privacy.make_mechanism(), clipping=privacy.clipping, loss_reduction=privacy.loss_reduction,
-        poisson_sampling=privacy.poisson_sampling, max_physical_batch=training.max_physical_batch,
-    )  # fmt: skip
+    common: dict[str, Any] = {
+        "module": model,
+        "optimizer": make_optimizer(config, model),
+        "data_loader": loader,
+        "max_grad_norm": privacy.max_grad_norm,
+        "mechanism": privacy.make_mechanism(),
+        "clipping": privacy.clipping,
+        "loss_reduction": privacy.loss_reduction,
+        "poisson_sampling": privacy.poisson_sampling,
+        "max_physical_batch": training.max_physical_batch,
+    }
     if privacy.target_epsilon is not None:
         model, optimizer, private = engine.make_private_with_epsilon(
             target_epsilon=privacy.target_epsilon, target_delta=delta, epochs=training.epochs, **common
@@ -123,7 +137,7 @@ def leave_signals_to_the_main_process(worker: int) -> None:
 
 
 def load_data(config: Config, progress: Callable[[int], None] | None = None) -> Data:
-    """Generates, reads or asks for the data. `progress` is called with the rows of a click log read so far."""
+    """Generates or reads the data. `progress` is called with the rows of a click log read so far."""
     seed_torch(config)
     source = config.data
     if isinstance(source, OwnData):
@@ -131,24 +145,34 @@ def load_data(config: Config, progress: Callable[[int], None] | None = None) -> 
         training, held_out = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not hasattr(training, "__len__") or not hasattr(training, "__getitem__"):
             raise ConfigError(
-                f"data.kind: {source.kind} returned {type(training).__name__}; expected a data set with __len__ and "
-                "__getitem__, or (training set, held-out set)"
+                f"data.kind: {source.kind} returned {type(training).__name__}; expected a data set with "
+                "__len__ and __getitem__, or (training set, held-out set)"
             )
         return Data(training, held_out, getattr(training, "collate", default_collate))
     if isinstance(source, GeneratedData):
         log: ClickDataset = generated_click_log(
-            source.rows, seed=source.seed, scale=source.scale, skew=source.skew, days=source.days,
-            drift=source.drift, click_rate=source.click_rate,
-        )  # fmt: skip
+            source.rows,
+            seed=source.seed,
+            scale=source.scale,
+            skew=source.skew,
+            days=source.days,
+            drift=source.drift,
+            click_rate=source.click_rate,
+        )
     else:
         log = open_click_log(
-            source.paths, cache_dir=source.cache_dir, vocabulary=_vocabulary(source),
-            max_malformed=source.max_malformed, progress=progress,
-        )  # fmt: skip
+            source.paths,
+            cache_dir=source.cache_dir,
+            vocabulary=_vocabulary(source),
+            max_malformed=source.max_malformed,
+            progress=progress,
+        )
     by_days = isinstance(source.held_out, list)
     training, held_out = log.split(source.held_out, by="periods" if by_days else "tail")
     if len(training) == 0:
-        raise ConfigError(f"data.held_out: {source.held_out} leaves nothing of the {len(log)} rows to train on")
+        raise ConfigError(
+            f"data.held_out: {source.held_out} leaves nothing of the {len(log)} rows to train on"
+        )
     return Data(training, held_out if len(held_out) else None, log.collate)
 
 
@@ -178,7 +202,9 @@ def make_model(config: Config, training: Any) -> nn.Module:
     if isinstance(chosen, OwnModel):
         model = _call(chosen.kind, "model", chosen.options, training)
         if not isinstance(model, nn.Module):
-            raise ConfigError(f"model.kind: {chosen.kind} returned {type(model).__name__}; expected a torch.nn.Module")
+            raise ConfigError(
+                f"model.kind: {chosen.kind} returned {type(model).__name__}; expected a torch.nn.Module"
+            )
         return model
     if not hasattr(training, "vocabulary_sizes"):
         raise ConfigError("model.kind: pctr needs a click log; this data set has no vocabulary_sizes")
@@ -199,7 +225,7 @@ def make_loss(config: Config) -> Loss:
 
 
 def forward(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, Any, Tensor]:
-    """(output, target, loss) of a batch: (inputs..., target), or a dict, which is its own target (as in `sparsedp.check`)."""
+    """(output, target, loss) of a batch, which is (inputs..., target) or a dict, as for `sparsedp.check`."""
     if isinstance(batch, Mapping):
         output, target = model(**batch), batch
     else:
@@ -248,7 +274,8 @@ def _find(address: str, key: str) -> Callable[..., Any]:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # an import inside the user's module failed
         raise ConfigError(
-            f"{key}: there is no module {error.name!r} (for {address}), neither installed nor in the current directory"
+            f"{key}: there is no module {error.name!r} for {address}, neither installed nor in the current "
+            "directory"
         ) from error
     for part in name.split("."):
         if not hasattr(found, part):

@@ -92,7 +92,7 @@ class OwnModel:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """The learning rate over the run, as a share of `optimizer.lr`: up from 0 in `warmup` steps, then to `final`."""
+    """The learning rate as a share of `optimizer.lr`: it rises in `warmup` steps, then falls to `final`."""
 
     kind: Literal["none", "linear", "cosine"] = "none"
     warmup: Annotated[int, Range(0)] = 0
@@ -100,7 +100,9 @@ class SchedulerConfig:
 
     def __post_init__(self) -> None:
         if self.kind == "none" and self.final != 0:
-            raise SchemaError("final", "a learning rate that does not decay has no final share; choose linear or cosine")
+            raise SchemaError(
+                "final", "a learning rate that does not decay has no final share; choose linear or cosine"
+            )
 
 
 @dataclass(frozen=True)
@@ -111,10 +113,9 @@ class OptimizerConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
 
     def __post_init__(self) -> None:
-        known = [
-            name for name, value in vars(torch.optim).items()
-            if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-        ]  # fmt: skip
+        base = torch.optim.Optimizer
+        classes = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+        known = [name for name, kind in classes.items() if issubclass(kind, base) and kind is not base]
         if self.name not in known:
             problem = f"expected an optimizer of torch.optim ({', '.join(known)}); got {self.name!r}"
             raise SchemaError("name", problem + suggestion(self.name, known))
@@ -176,7 +177,9 @@ class Config:
 
     def __post_init__(self) -> None:
         if not self.name or any(c in self.name for c in "/\\\0"):
-            raise SchemaError("name", f"names the run's folder, so it must not be empty or hold a slash; got {self.name!r}")
+            raise SchemaError(
+                "name", f"names the run's folder, so it must not be empty or hold a slash; got {self.name!r}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -189,6 +192,8 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
         return [
             found
             for name in names
-            for found in differences(getattr(old, name), getattr(new, name), f"{path}.{name}" if path else name)
+            for found in differences(
+                getattr(old, name), getattr(new, name), f"{path}.{name}" if path else name
+            )
         ]
     return [] if old == new else [path]

@@ -18,7 +18,7 @@ from sparsedp.errors import SparseDPError
 
 
 def evaluate(config: Config, model: nn.Module, loss: Loss, data: Data) -> dict[str, float]:
-    """AUC and log loss where the loss is binary cross-entropy, otherwise the mean loss; nothing if nothing is held out."""
+    """AUC and log loss for binary cross-entropy, else the mean loss; empty if nothing is held out."""
     if data.held_out is None:
         return {}
     batch_size = config.training.max_physical_batch or config.training.batch_size
@@ -45,7 +45,7 @@ def evaluate(config: Config, model: nn.Module, loss: Loss, data: Data) -> dict[s
 
 
 def _batches(data: Data, batch_size: int) -> Iterator[Any]:
-    # In the order of the data, and with a generator of its own, so that an evaluation leaves torch's global one alone.
+    # A generator of its own, so that an evaluation leaves torch's global one alone.
     collate = getattr(data.held_out, "collate", data.collate)
     return iter(
         DataLoader(data.held_out, batch_size=batch_size, collate_fn=collate, generator=torch.Generator())  # type: ignore[arg-type]
@@ -54,7 +54,7 @@ def _batches(data: Data, batch_size: int) -> Iterator[Any]:
 
 @contextmanager
 def _evaluating(model: nn.Module) -> Iterator[None]:
-    """eval() for a while. Modules go back to the mode that each had: a frozen BatchNorm must stay in eval()."""
+    """eval() for a while. Then each module has its own mode again: a frozen BatchNorm must stay in eval()."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

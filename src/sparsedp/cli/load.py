@@ -24,9 +24,13 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool = Tr
         "config", metavar="CONFIG", nargs=None if required else "?", help=f"a YAML file, or one of {names}"
     )
     parser.add_argument(
-        "--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides",
-        help="change a key, as in --set training.epochs=2 or --set 'data.paths=[day_0.gz, day_1.gz]'; can be repeated",
-    )  # fmt: skip
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        dest="overrides",
+        help="change a key, as in --set training.epochs=2 --set 'data.paths=[day_0.gz, day_1.gz]'",
+    )
 
 
 def bundled_names() -> list[str]:
@@ -34,7 +38,7 @@ def bundled_names() -> list[str]:
 
 
 def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the file `source`, or the bundled one of that name, changed by `key=value` overrides."""
+    """The configuration in the file `source`, or the bundled one of that name, with `key=value` changes."""
     path = _find(source)
     try:
         text = path.read_text()
@@ -48,7 +52,11 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         return _absolute(build(Config, values))
     except SchemaError as error:
-        mine = [key for key in changed if error.path == key or error.path.startswith(f"{key}.")]
+        mine = [
+            key
+            for key in changed
+            if f"{error.path}.".startswith(f"{key}.") or key.startswith(f"{error.path}.")
+        ]
         where = f"--set {mine[-1]}" if mine else path.name
         raise ConfigError(f"{where}: {error}{_elsewhere(error.path)}") from None
 
@@ -124,7 +132,9 @@ class _Loader(yaml.SafeLoader):
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands here twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands here twice", node.start_mark
+                )
         return super().construct_mapping(node, deep)
 
 

@@ -75,7 +75,12 @@ class Bar(Reporter):
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, step: int, steps: int) -> None:
-        columns = (BarColumn(20), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+        columns = (
+            BarColumn(20),
+            MofNCompleteColumn(),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(),
+        )
         self._progress = Progress(*columns, console=self._console, refresh_per_second=4)
         self._task = self._progress.add_task("", total=steps, completed=step)
         self._progress.start()

@@ -33,7 +33,7 @@ class RunFolder:
 
     @staticmethod
     def create(path: Path | None, config: Config, plan: PrivacyPlan) -> RunFolder:
-        """A new folder, runs/<name>-<time> unless `path` is given. A folder that holds something is never used."""
+        """A new folder, runs/<name>-<time> unless `path` is given; never one that holds something."""
         path = _default_path(config.name) if path is None else path
         refuse_used_folder(path)
         path.mkdir(parents=True, exist_ok=True)
@@ -50,7 +50,9 @@ class RunFolder:
             raise ConfigError(f"{path} is not the folder of a run: it has no config.yaml")
         folder = RunFolder(path)
         if not folder.checkpoint.is_file():
-            raise SparseDPError(f"{path} has no checkpoint: that run ended before its first one. Start it again.")
+            raise SparseDPError(
+                f"{path} has no checkpoint: that run ended before its first one. Start it again."
+            )
         return folder, load_config(path / "config.yaml")
 
     def write_config(self, config: Config) -> None:
@@ -88,7 +90,9 @@ class RunFolder:
 
 def refuse_used_folder(path: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path} exists and is not empty. Name another folder, or continue its run with --resume.")
+        raise ConfigError(
+            f"{path} exists and is not empty. Name another folder, or continue its run with --resume."
+        )
 
 
 def _default_path(name: str) -> Path:

@@ -1,4 +1,4 @@
-"""Plain values into frozen dataclasses: unknown keys, wrong types and impossible values are refused by their full path."""
+"""Plain values into frozen dataclasses. What does not fit is refused, by the full path of its key."""
 
 from __future__ import annotations
 
@@ -41,18 +41,24 @@ class Range:
 
     def __str__(self) -> str:
         low = f"{'above' if self.low_open else 'of at least'} {self.low:g}" if math.isfinite(self.low) else ""
-        high = f"{'below' if self.high_open else 'of at most'} {self.high:g}" if math.isfinite(self.high) else ""
+        high = (
+            f"{'below' if self.high_open else 'of at most'} {self.high:g}" if math.isfinite(self.high) else ""
+        )
         return " and ".join(filter(None, (low, high)))
 
 
 def build(kind: type[T], values: Any, path: str = "") -> T:
-    """`values`, a mapping, as the dataclass `kind`. Its own `__post_init__` raises SchemaError with its own key."""
+    """The mapping `values` as the dataclass `kind`, whose `__post_init__` may raise SchemaError for a key."""
     if not isinstance(values, Mapping):
-        raise SchemaError(path, f"expected a mapping with the keys {', '.join(keys_of(kind))}; got {_shown(values)}")
+        raise SchemaError(
+            path, f"expected a mapping with the keys {', '.join(keys_of(kind))}; got {_shown(values)}"
+        )
     hints = get_type_hints(kind, include_extras=True)
     for key in values:
         if key not in hints:
-            raise SchemaError(_join(path, key), f"unknown key; expected one of {', '.join(hints)}{suggestion(key, hints)}")
+            raise SchemaError(
+                _join(path, key), f"unknown key; expected one of {', '.join(hints)}{suggestion(key, hints)}"
+            )
     given = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         where = _join(path, field.name)
@@ -70,7 +76,7 @@ def build(kind: type[T], values: Any, path: str = "") -> T:
 def convert(hint: Any, value: Any, path: str) -> Any:
     """The value as the annotation says, or SchemaError with what was expected."""
     members = _members(hint)
-    dataclass_members = [m for m in members if dataclasses.is_dataclass(m)]
+    dataclass_members: list[Any] = [m for m in members if dataclasses.is_dataclass(m)]
     if dataclass_members and value is not None:
         if len(dataclass_members) == 1:
             return build(dataclass_members[0], value, path)
@@ -109,7 +115,9 @@ def _converted(hint: Any, value: Any, path: str) -> Any:
     if hint is bool or isinstance(value, bool):
         return value if hint is bool and isinstance(value, bool) else _NO
     if hint is int:
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # 1e6 is a whole number
+        whole = isinstance(value, int) or (
+            isinstance(value, float) and value.is_integer()
+        )  # 1e6 is a whole number
         return int(value) if whole else _NO
     if hint is float:
         return float(value) if isinstance(value, (int, float)) else _NO
@@ -164,7 +172,7 @@ def _closest(members: Iterable[Any], value: Any) -> str:
 
 
 def suggestion(given: Any, known: Iterable[str]) -> str:
-    """". Did you mean 'x'?", or nothing."""
+    """ ". Did you mean 'x'?", or nothing."""
     close = difflib.get_close_matches(str(given), list(known), n=1)
     return f". Did you mean '{close[0]}'?" if close else ""
 

@@ -1,12 +1,11 @@
-"""Trains a model privately, as a configuration says, and leaves a folder with all that the run was and promises."""
+"""Trains a model privately, as a configuration says, and leaves a folder with the model and its promise."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,11 @@ from typing import Any
 from rich.console import Console
 
 from sparsedp.check import check
-from sparsedp.cli.assemble import Data, Prepared, forward, load_data, make_loss, make_model, prepare
+from sparsedp.cli.assemble import Data, Prepared, load_data, make_loss, make_model, prepare
 from sparsedp.cli.config import Config, differences
 from sparsedp.cli.evaluate import evaluate
 from sparsedp.cli.load import add_config_arguments, load_config
+from sparsedp.cli.loop import Step, steps_of_epoch
 from sparsedp.cli.progress import Reporter, Status, make_reporter
 from sparsedp.cli.result import RunResult, Totals
 from sparsedp.cli.runfolder import RunFolder, plain, refuse_used_folder
@@ -54,9 +54,15 @@ which `sparsedp train demo` uses; a run's own folder holds all of them, with the
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add_config_arguments(parser, required=False)
-    parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with the run in this folder, from its checkpoint")
-    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the folder to write (runs/<name>-<time>)")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON; everything else goes to stderr")
+    parser.add_argument(
+        "--resume", metavar="RUN", type=Path, help="go on with the run in this folder, from its checkpoint"
+    )
+    parser.add_argument(
+        "--run-dir", metavar="DIR", type=Path, help="the folder to write (runs/<name>-<time>)"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the result as JSON; everything else goes to stderr"
+    )
     parser.add_argument("--quiet", action="store_true", help="show the result only")
 
 
@@ -72,14 +78,18 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=args.json, highlight=False)
     reporter = make_reporter(console, args.quiet)
     resume = args.resume is not None
-    result = run_training(config, args.resume or args.run_dir, resume=resume, reporter=reporter, on_signals=True)
+    result = run_training(
+        config, args.resume or args.run_dir, resume=resume, reporter=reporter, on_signals=True
+    )
     if args.json:
         print(json.dumps(plain(result.to_dict()), indent=2))
     if not result.finished:
         console.print(
-            f"Stopped after step {result.totals.steps} of {result.planned_steps}; the checkpoint is written. Go on with:\n"
-            f"  sparsedp train --resume {result.run_dir}", markup=False, soft_wrap=True,
-        )  # fmt: skip
+            f"Stopped after step {result.totals.steps} of {result.planned_steps}; the checkpoint is written. "
+            f"Go on with:\n  sparsedp train --resume {result.run_dir}",
+            markup=False,
+            soft_wrap=True,
+        )
         return INTERRUPTED
     if not args.json:
         if not args.quiet:
@@ -89,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _resumed_config(folder: Path, source: str | None, overrides: list[str]) -> Config:
-    """The run's own configuration; another one, or --set, may change only what the result does not depend on."""
+    """The run's own configuration. Another one, or --set, may change what the result does not hang on."""
     _, old = RunFolder.open(folder)
     new = load_config(folder / "config.yaml" if source is None else source, overrides)
     refused = sorted(set(differences(old, new)) - _MAY_CHANGE)
@@ -110,9 +120,9 @@ def run_training(
     should_stop: Callable[[int], bool] = lambda step: False,
     on_signals: bool = False,
 ) -> RunResult:
-    """Runs a configuration to its end, or until `should_stop(step)` (or, with `on_signals`, Ctrl-C) ends it early.
+    """Runs a configuration to its end, or until `should_stop(step)` or, with `on_signals`, Ctrl-C or SIGTERM.
 
-    With `resume` it goes on from the checkpoint in `run_dir`; otherwise `run_dir` is made, and must not exist or be empty.
+    With `resume` it goes on from the checkpoint in `run_dir`; otherwise `run_dir` must be new or empty.
     """
     started = time.monotonic()
     reporter = reporter or Reporter()
@@ -124,7 +134,13 @@ def run_training(
         take = getattr(data.training, "take", None)
         batch = data.examples(_CHECK_BATCH)
         reduction = config.privacy.loss_reduction
-        reporter.say(str(check(model, make_loss(config), batch, units=_CHECK_UNITS, loss_reduction=reduction, take=take)))
+        reporter.say(
+            str(
+                check(
+                    model, make_loss(config), batch, units=_CHECK_UNITS, loss_reduction=reduction, take=take
+                )
+            )
+        )
     prepared = prepare(config, data, model)
     _describe(prepared, reporter)
     if resume:
@@ -161,7 +177,11 @@ def _load(config: Config, reporter: Reporter) -> Data:
 
 def _describe(prepared: Prepared, reporter: Reporter) -> None:
     plan = prepared.engine.plan
-    budget = "" if plan.target_epsilon is None else f" for epsilon {plan.target_epsilon:g} at delta {prepared.delta:g}"
+    budget = (
+        ""
+        if plan.target_epsilon is None
+        else f" for epsilon {plan.target_epsilon:g} at delta {prepared.delta:g}"
+    )
     reporter.say(f"Model: {sum(p.numel() for p in prepared.model.parameters()):,} parameters")
     reporter.say(
         f"Plan: {plan.mechanism.name}, noise multiplier {plan.noise_multiplier:.4g}{budget}; "
@@ -176,9 +196,9 @@ class _EpsilonSpent:
         self._engine, self._delta = engine, delta
         self._value, self._next = 0.0, 0.0
 
-    def __call__(self) -> float:
+    def __call__(self, last: bool) -> float:
         started = time.monotonic()
-        if started >= self._next:
+        if last or started >= self._next:
             self._value = self._engine.get_epsilon(self._delta)
             took = time.monotonic() - started
             self._next = started + max(5.0, 50 * took)
@@ -222,8 +242,8 @@ class _Training:
     def _train(self, should_stop: Callable[[int], bool]) -> None:
         settings = self.config.training
         while self.step < self.parts.steps:
-            for row in self._steps():
-                step = self.step
+            for done in steps_of_epoch(self.parts):
+                step, row = self.step, self._count(done)
                 if step % settings.log_every == 0 or step == self.parts.steps:
                     self.folder.log(row)
                 if settings.evaluate_every is not None and step % settings.evaluate_every == 0:
@@ -233,48 +253,35 @@ class _Training:
                 if settings.checkpoint_every is not None and step % settings.checkpoint_every == 0:
                     self.save()
 
-    def _steps(self) -> Iterator[dict[str, Any]]:
-        """Takes the steps that are left of an epoch; after each, what is logged about it."""
-        model, loss_fn, optimizer, loader = self.parts.model, self.parts.loss, self.parts.optimizer, self.parts.loader
-        mean = self.config.privacy.loss_reduction == "mean"
-        started, total = time.monotonic(), 0.0
-        for batch in loader:
-            info = loader.current
-            assert info is not None
-            optimizer.zero_grad()
-            if info.units:  # a Poisson sample may be empty: then there is noise only
-                _, _, loss = forward(model, loss_fn, batch)
-                loss.backward()
-                total += loss.item() * (info.units if mean else 1)
-            optimizer.step()
-            if not info.last:
-                continue
-            lr = optimizer.param_groups[0]["lr"]
-            self.parts.scheduler.step()
-            self.totals.training_seconds += time.monotonic() - started
-            yield self._stepped(total / info.logical_units if info.logical_units else math.nan, lr)
-            started, total = time.monotonic(), 0.0
-
-    def _stepped(self, loss: float, lr: float) -> dict[str, Any]:
-        report, totals = self.parts.optimizer.last_step, self.totals
-        assert report is not None
+    def _count(self, done: Step) -> dict[str, Any]:
+        """Adds a step to the totals and shows it; returns what is logged about it."""
+        report, totals = done.report, self.totals
         totals.steps += 1
         totals.units += report.units
         totals.rows_touched += report.rows_touched
         totals.gradient_size += report.gradient_size
+        totals.training_seconds += done.seconds
         speed = totals.units / totals.training_seconds
-        self.reporter.show(Status(self.step, loss, self.epsilon_spent(), report.rows_touched, speed))
+        self.reporter.show(
+            Status(
+                self.step,
+                done.loss,
+                self.epsilon_spent(self.step == self.parts.steps),
+                report.rows_touched,
+                speed,
+            )
+        )
         return {
             "kind": "step",
             "step": self.step,
-            "loss": loss,
-            "lr": lr,
+            "loss": done.loss,
+            "lr": done.lr,
             "units": report.units,
             "clipped_share": report.clipped_share,
             "mean_norm": report.mean_norm,
             "rows_touched": report.rows_touched,
             "gradient_size": report.gradient_size,
-            "training_seconds": totals.training_seconds,
+            "seconds": done.seconds,
         }
 
     def _evaluate(self) -> None:
@@ -285,11 +292,13 @@ class _Training:
         if self.evaluation:
             epsilon = self.parts.engine.get_epsilon(self.parts.delta)
             self.folder.log({"kind": "evaluation", "step": self.step, **self.evaluation, "epsilon": epsilon})
-            values = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.evaluation.items())
+            values = "  ".join(
+                f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.evaluation.items()
+            )
             self.reporter.say(f"Held out, after step {self.step}: {values}  (epsilon {epsilon:.3f})")
 
     def save(self) -> None:
-        """The statement first: beside weights of fewer steps it promises too little, the other way round too much."""
+        """The statement first: if a kill comes between, it promises too little for the weights."""
         self.totals.seconds = self.earlier_seconds + time.monotonic() - self.started
         engine = self.parts.engine
         self.folder.write_statement(engine.statement(self.parts.delta))

@@ -1,0 +1,1 @@
+"""Benchmarks behind `sparsedp bench`: always ratios of interleaved repeats in one run."""

@@ -1,0 +1,82 @@
+"""Timing on machines that are shared and noisy: variants take turns, and the best of each is compared."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from sparsedp.version import __version__
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one variant over its repeats."""
+
+    best: float
+    median: float
+    spread: float  # distance of the quartiles
+
+    @staticmethod
+    def of(seconds: list[float]) -> Timing:
+        quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+        return Timing(min(seconds), statistics.median(seconds), quartiles[2] - quartiles[0])
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def interleaved(variants: Mapping[str, Callable[[], None]], repeats: int, warmup: int = 2) -> dict[str, Timing]:
+    """Runs the variants in turns, so that a slow moment of the machine meets all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in variants}
+    for repeat in range(warmup + repeats):
+        for name, run in variants.items():
+            start = time.perf_counter()
+            run()
+            elapsed = time.perf_counter() - start
+            if repeat >= warmup:
+                seconds[name].append(elapsed)
+    return {name: Timing.of(values) for name, values in seconds.items()}
+
+
+class Stopwatch:
+    """Adds up the time of named stages; the best repeat of each stage counts."""
+
+    def __init__(self) -> None:
+        self._current: dict[str, float] = {}
+        self._best: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._current[stage] = self._current.get(stage, 0.0) + time.perf_counter() - start
+
+    def lap(self) -> None:
+        """Ends a repeat."""
+        for stage, seconds in self._current.items():
+            self._best[stage] = min(self._best.get(stage, seconds), seconds)
+        self._current.clear()
+
+    @property
+    def stages(self) -> dict[str, float]:
+        return dict(self._best)
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured with."""
+    return {
+        "processor": platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "sparsedp": __version__,
+    }

@@ -1,0 +1,45 @@
+"""The training loop itself: the same one that any user of the library writes."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from sparsedp.cli.assemble import Prepared, forward
+from sparsedp.optimizer import StepReport
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step was."""
+
+    loss: float  # mean over the units; not a number if there were none
+    lr: float
+    seconds: float
+    report: StepReport
+
+
+def steps_of_epoch(parts: Prepared) -> Iterator[Step]:
+    """Takes the steps that are left of an epoch, one each time that the next `Step` is asked for."""
+    optimizer, loader = parts.optimizer, parts.loader
+    mean = parts.engine.plan.loss_reduction == "mean"
+    started, total = time.monotonic(), 0.0
+    for batch in loader:
+        info = loader.current
+        assert info is not None
+        optimizer.zero_grad()
+        if info.units:  # a Poisson sample may be empty: then the step is noise alone
+            _, _, loss = forward(parts.model, parts.loss, batch)
+            loss.backward()
+            total += loss.item() * (info.units if mean else 1)
+        optimizer.step()
+        if not info.last:
+            continue
+        lr = optimizer.param_groups[0]["lr"]
+        parts.scheduler.step()
+        assert optimizer.last_step is not None
+        loss_per_unit = total / info.logical_units if info.logical_units else math.nan
+        yield Step(loss_per_unit, lr, time.monotonic() - started, optimizer.last_step)
+        started, total = time.monotonic(), 0.0

@@ -1,0 +1,206 @@
+"""Configurations: what is unknown, of a wrong type or impossible is refused by the full path of its key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from sparsedp.cli.config import ClickLogData, FileVocabulary, GeneratedData, OwnData, differences
+from sparsedp.cli.load import bundled_names, dump_config, load_config
+from sparsedp.cli.schema import all_paths
+from sparsedp.errors import ConfigError
+
+MINIMAL = """
+data: {kind: generated, rows: 1000}
+model: {kind: pctr}
+optimizer: {name: SGD, lr: 0.1}
+training: {epochs: 1, batch_size: 100}
+privacy: {noise_multiplier: 1, max_grad_norm: 1}
+"""
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_defaults(minimal: Path) -> None:
+    config = load_config(minimal)
+    assert config.name == "mine"
+    assert isinstance(config.data, GeneratedData) and config.data.held_out == 0.1
+    assert config.loss == "binary_cross_entropy"
+    assert config.optimizer.scheduler.kind == "none"
+    assert config.training.seed is None and config.training.checkpoint_every == 1000
+    assert config.privacy.mechanism == {"name": "dpsgd"}
+    assert config.privacy.max_grad_norm == 1.0 and isinstance(config.privacy.max_grad_norm, float)
+
+
+@pytest.mark.parametrize("name", ["demo", "own_model"])
+def test_bundled_configurations_load_and_survive_being_written(name: str, tmp_path: Path) -> None:
+    config = load_config(name)
+    written = tmp_path / "config.yaml"
+    written.write_text(dump_config(config))
+    assert load_config(written) == config
+
+
+def test_criteo_needs_paths_and_makes_them_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"criteo.yaml: data.paths: missing; expected text or a list"):
+        load_config("criteo")
+    data = load_config("criteo", ["data.paths=[day_0.gz, /elsewhere/day_1.gz]"]).data
+    assert isinstance(data, ClickLogData)
+    assert data.paths == [str(tmp_path / "day_0.gz"), "/elsewhere/day_1.gz"]
+    assert data.cache_dir == str(tmp_path / "runs/cache")
+    given = ["data.paths=day_*.gz", "data.vocabulary={kind: given, path: words.json}"]
+    data = load_config("criteo", given).data
+    assert isinstance(data, ClickLogData) and isinstance(data.vocabulary, FileVocabulary)
+    assert (data.paths, data.vocabulary.path) == (str(tmp_path / "day_*.gz"), str(tmp_path / "words.json"))
+
+
+def test_the_demo_explains_every_key_that_it_can_have() -> None:
+    text = (Path(__file__).parent.parent / "src/sparsedp/cli/configs/demo.yaml").read_text()
+    values = yaml.safe_load(text)
+    for path in all_paths(type(load_config("demo"))):
+        section, _, key = path.partition(".")
+        of_others = {
+            "data": {"paths", "cache_dir", "vocabulary", "max_malformed", "options"},
+            "model": {"options"},
+        }
+        if key.partition(".")[0] not in of_others.get(section, set()):
+            found = values
+            for part in path.split("."):
+                assert part in found, path
+                found = found[part]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("trainig.epochs=2", r"--set trainig.epochs: trainig: unknown key; .*Did you mean 'training'\?"),
+        ("training.epoch=2", r"training.epoch: unknown key; .*Did you mean 'epochs'\?"),
+        ("epochs=2", r"epochs: unknown key.* There is training.epochs"),
+        ("privacy.lr=2", r"privacy.lr: unknown key.* There is optimizer.lr"),
+        ("data.paths=x", r"data.paths: unknown key; expected one of kind, rows, seed"),
+        ("training.epochs=two", r"training.epochs: expected a whole number of at least 1; got 'two'"),
+        ("training.epochs=1.5", r"training.epochs: expected a whole number of at least 1; got 1.5"),
+        ("training.epochs=true", r"training.epochs: expected a whole number of at least 1; got True"),
+        ("training.epochs=null", r"training.epochs: expected a whole number of at least 1; got None"),
+        ("training.check=1", r"training.check: expected true or false; got 1"),
+        ("training.workers=-1", r"training.workers: expected a whole number of at least 0; got -1"),
+        ("privacy.max_grad_norm=0", r"privacy.max_grad_norm: expected a number above 0; got 0"),
+        ("privacy.max_grad_norm=.inf", r"privacy.max_grad_norm: expected a number above 0; got inf"),
+        (
+            "privacy.target_delta=1",
+            r"privacy.target_delta: expected a number above 0 and below 1 or null; got 1",
+        ),
+        ("privacy.clipping=flta", r"privacy.clipping: expected flat or automatic.*Did you mean 'flat'\?"),
+        (
+            "privacy.target_epsilon=1",
+            r"privacy.target_epsilon: give exactly one of target_epsilon and noise_mult",
+        ),
+        ("privacy.noise_multiplier=null", r"privacy.target_epsilon: give exactly one of"),
+        ("privacy.mechanism.name=dpsdg", r"privacy.mechanism: Unknown mechanism 'dpsdg'; known are"),
+        ("privacy.mechanism={name: dpsgd, k: 3}", r"privacy.mechanism: Mechanism 'dpsgd' has no setting 'k'"),
+        ("privacy.mechanism=dpsgd", r"privacy.mechanism: expected a mapping; got 'dpsgd'"),
+        (
+            "data.kind=generatd",
+            r"data.kind: expected generated or clicklog or 'package.module:name'.*'generated'\?",
+        ),
+        ("data.kind=my module:f", r"data.kind: expected generated or clicklog or 'package.module:name'"),
+        ("data=none", r"data: expected a mapping with the key kind; got 'none'"),
+        ("data={rows: 3}", r"data.kind: missing; expected generated or clicklog"),
+        ("data.held_out=1", r"data.held_out: expected a number of at least 0 and below 1 or a list"),
+        ("data.held_out=[1, x]", r"data.held_out\[1\]: expected a whole number; got 'x'"),
+        ("model.hidden=0", r"model.hidden: expected a whole number of at least 1; got 0"),
+        ("loss=mse", r"loss: expected binary_cross_entropy or 'package.module:name'; got 'mse'"),
+        (
+            "optimizer.name=Adm",
+            r"optimizer.name: expected an optimizer of torch.optim.*Did you mean 'Adam'\?",
+        ),
+        ("optimizer.name=Optimizer", r"optimizer.name: expected an optimizer of torch.optim"),
+        ("optimizer.options.lr=1", r"optimizer.options.lr: give the learning rate as optimizer.lr"),
+        ("optimizer.scheduler.kind=cos", r"optimizer.scheduler.kind: expected none or linear or cosine"),
+        ("optimizer.scheduler.final=0.5", r"optimizer.scheduler.final: a learning rate that does not decay"),
+        ("name=a/b", r"name: names the run's folder"),
+        ("training.epochs", r"--set training.epochs: expected KEY=VALUE"),
+        ("=2", r"--set =2: expected KEY=VALUE"),
+        ("training.epochs.x=2", r"--set training.epochs.x: training.epochs is 1, which has no keys"),
+        ("training.epochs={", r"--set training.epochs is not valid YAML"),
+    ],
+)
+def test_refusals(minimal: Path, change: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(minimal, [change])
+
+
+def test_a_refusal_names_the_file_or_the_command_line(minimal: Path) -> None:
+    minimal.write_text(MINIMAL.replace("rows: 1000", "rows: many"))
+    with pytest.raises(
+        ConfigError, match=r"^mine.yaml: data.rows: expected a whole number of at least 1; got 'many'"
+    ):
+        load_config(minimal)
+    minimal.write_text(MINIMAL.replace("lr: 0.1", ""))
+    with pytest.raises(ConfigError, match=r"^mine.yaml: optimizer.lr: missing; expected a number above 0"):
+        load_config(minimal)
+    with pytest.raises(ConfigError, match=r"^--set optimizer.lr: optimizer.lr: expected a number"):
+        load_config(minimal, ["optimizer.lr=fast"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("data: {kind: generated, kind: clicklog}", "the key 'kind' stands here twice"),
+        ("data: [", "not valid YAML"),
+        ("just text", "expected a mapping with the sections data, model"),
+        ("", "expected a mapping with the sections"),
+    ],
+)
+def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "broken.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(path)
+
+
+def test_unknown_names(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"demoo is neither a file nor a bundled .*Did you mean 'demo'\?"):
+        load_config("demoo")
+    with pytest.raises(ConfigError, match="neither a file"):
+        load_config(tmp_path)
+    assert {"demo", "criteo", "own_model"} <= set(bundled_names())
+
+
+def test_values_of_set(minimal: Path) -> None:
+    changes = [
+        "privacy.target_delta=1e-5",  # text, to YAML 1.1
+        "data.rows=1e6",
+        "data.held_out=[3, 4]",
+        "optimizer.options.momentum=0.9",
+        "optimizer.scheduler.kind=cosine",
+        "training.seed=7",
+        "training.epochs=2",
+        "training.epochs=3",  # the last one counts
+    ]
+    config = load_config(minimal, changes)
+    assert config.privacy.target_delta == 1e-5
+    assert isinstance(config.data, GeneratedData)
+    assert config.data.rows == 1_000_000 and isinstance(config.data.rows, int)
+    assert config.data.held_out == [3, 4]
+    assert config.optimizer.options == {"momentum": 0.9}
+    assert config.optimizer.scheduler.kind == "cosine"
+    assert (config.training.seed, config.training.epochs) == (7, 3)
+    own = load_config(minimal, ["data={kind: 'my.package:make', options: {n: 3}}"])
+    assert own.data == OwnData("my.package:make", {"n": 3})  # type: ignore[arg-type]
+
+
+def test_differences(minimal: Path) -> None:
+    old = load_config(minimal)
+    new = load_config(minimal, ["training.epochs=2", "optimizer.options.momentum=0.9"])
+    assert differences(old, new) == ["optimizer.options", "training.epochs"]
+    assert differences(old, old) == []
+    other = load_config(minimal, ["data={kind: 'a:b'}"])
+    assert differences(old, other) == ["data"]
