@@ -34,7 +34,9 @@ def unit_loss(output: Any) -> Tensor:
     return output.sin().sum() + output.square().sum() / 7
 
 
-def one_by_one(module: nn.Module, inputs: Sequence[Tensor], loss: Callable[[Any], Tensor] = unit_loss) -> list[Gradients]:
+def one_by_one(
+    module: nn.Module, inputs: Sequence[Tensor], loss: Callable[[Any], Tensor] = unit_loss
+) -> list[Gradients]:
     """Every unit's gradient by ordinary autograd on that unit alone."""
     found = []
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -46,7 +48,9 @@ def one_by_one(module: nn.Module, inputs: Sequence[Tensor], loss: Callable[[Any]
 
 
 def capture_uses(module: nn.Module, inputs: Sequence[Tensor], loss: Callable[[Any], Tensor] = unit_loss) -> Captured:
-    capture = Capture(module, {n: p for n, p in module.named_parameters() if p.requires_grad}, lambda: inputs[0].shape[0])
+    capture = Capture(
+        module, {n: p for n, p in module.named_parameters() if p.requires_grad}, lambda: inputs[0].shape[0]
+    )
     capture.attach()
     try:
         loss(module(*inputs)).backward()
@@ -129,7 +133,9 @@ def clicks(count: int, rows: int = 50, features: int = 3, seed: int = 0) -> tupl
     return ids, x, (x.sum(1) + 0.1 * (ids % 5) > 0).float()
 
 
-def train(module: nn.Module, optimizer: Any, loader: Any, epochs: int = 1, each: Callable[[], None] | None = None) -> None:
+def train(
+    module: nn.Module, optimizer: Any, loader: Any, epochs: int = 1, each: Callable[[], None] | None = None
+) -> None:
     for _ in range(epochs):
         for ids, x, y in loader:
             optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Accounting: the accountants against closed forms and each other, and every trap that under-reports epsilon."""
+"""Accounting: closed forms, other libraries, calibration, ledger, and the traps that under-report epsilon."""
 
 import copy
 import itertools
@@ -50,9 +50,7 @@ from sparsedp.errors import CheckpointError, ConfigError, SparseDPError, Unsuppo
 
 def gaussian_delta(sigma: float, epsilon: float) -> float:
     """Balle & Wang 2018, theorem 8, with sensitivity 1."""
-    return norm.cdf(0.5 / sigma - epsilon * sigma) - math.exp(epsilon) * norm.cdf(
-        -0.5 / sigma - epsilon * sigma
-    )
+    return norm.cdf(0.5 / sigma - epsilon * sigma) - math.exp(epsilon) * norm.cdf(-0.5 / sigma - epsilon * sigma)
 
 
 def run(sigma: float, rate: float, steps: int) -> DpEvent:
@@ -101,9 +99,7 @@ class AccountantTest:
         composed = self.epsilon(run(5.0, 1.0, steps))
         assert composed == pytest.approx(self.epsilon(GaussianDpEvent(5.0 / math.sqrt(steps))), rel=1e-9)
 
-    @pytest.mark.parametrize(
-        "base", [(0.7, 1e-3, 5000, 1e-6), (2.0, 0.1, 200, 1e-5), (1.0, 1e-4, 20_000, 1e-8)]
-    )
+    @pytest.mark.parametrize("base", [(0.7, 1e-3, 5000, 1e-6), (2.0, 0.1, 200, 1e-5), (1.0, 1e-4, 20_000, 1e-8)])
     def test_monotone(self, base):
         sigma, rate, steps, delta = base
         epsilon = self.epsilon(run(sigma, rate, steps), delta)
@@ -116,13 +112,9 @@ class AccountantTest:
     def test_composition_does_not_depend_on_order_or_nesting(self):
         a, b = gaussian_step(0.8, 1e-3), gaussian_step(1.5, 1e-2)
         one = ComposedDpEvent([SelfComposedDpEvent(a, 300), SelfComposedDpEvent(b, 40)])
-        other = SelfComposedDpEvent(
-            ComposedDpEvent([*[b] * 2, SelfComposedDpEvent(a, 15), NoOpDpEvent()]), 20
-        )
+        other = SelfComposedDpEvent(ComposedDpEvent([*[b] * 2, SelfComposedDpEvent(a, 15), NoOpDpEvent()]), 20)
         assert self.epsilon(one) == pytest.approx(self.epsilon(other), rel=1e-9)
-        assert self.epsilon(one) > max(
-            self.epsilon(SelfComposedDpEvent(a, 300)), self.epsilon(run(1.5, 1e-2, 40))
-        )
+        assert self.epsilon(one) > max(self.epsilon(SelfComposedDpEvent(a, 300)), self.epsilon(run(1.5, 1e-2, 40)))
 
     def test_sampling_never_hurts(self):
         assert self.epsilon(run(1.0, 0.999, 50)) <= self.epsilon(run(1.0, 1.0, 50)) * 1.001
@@ -234,9 +226,7 @@ def test_against_opacus_prv(rate, sigma, steps, delta):
 
     accountant = PRVAccountant()
     accountant.history = [(sigma, rate, steps)]
-    assert epsilon_of(run(sigma, rate, steps), delta) == pytest.approx(
-        accountant.get_epsilon(delta), rel=0.02
-    )
+    assert epsilon_of(run(sigma, rate, steps), delta) == pytest.approx(accountant.get_epsilon(delta), rel=0.02)
 
 
 @pytest.mark.parametrize(("rate", "sigma", "steps", "delta"), [
@@ -246,9 +236,7 @@ def test_against_opacus_prv(rate, sigma, steps, delta):
     (1e-2, 2.0, 100_000, 1e-8),
 ])  # fmt: skip
 def test_default_grid_is_fine_enough(rate, sigma, steps, delta):
-    coarse, fine = (
-        epsilon_of(run(sigma, rate, steps), delta, relative_error=error) for error in (1e-3, 1e-4)
-    )
+    coarse, fine = (epsilon_of(run(sigma, rate, steps), delta, relative_error=error) for error in (1e-3, 1e-4))
     assert fine <= coarse <= 1.003 * fine
 
 
@@ -292,9 +280,7 @@ def test_delta_and_epsilon_are_inverse():
 @pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
 def test_laplace_against_dp_accounting(scale, steps):
     event = SelfComposedDpEvent(LaplaceDpEvent(scale), steps)
-    theirs = (
-        dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3).compose(event).get_epsilon(1e-3)
-    )
+    theirs = dp_accounting.pld.PLDAccountant(value_discretization_interval=1e-3).compose(event).get_epsilon(1e-3)
     assert epsilon_of(event, 1e-3) == pytest.approx(theirs, rel=5e-3)
     assert epsilon_of(event, 1e-9) <= steps / scale * (1 + 1e-6)
 
@@ -314,7 +300,7 @@ def top_k_distribution(scores: np.ndarray, k: int, epsilon: float) -> dict[tuple
 @pytest.mark.parametrize("k", [1, 2, 3])
 @pytest.mark.parametrize("draw", [0.5, 2.0])
 def test_exponential_mechanism_covers_noisy_top_k(k, draw):
-    """Counts of neighbours differ by 0 or 1 in each place; no pair may exceed the bound, in either direction."""
+    """Counts of neighbours differ by 0 or 1 in each place; no pair may exceed the bound, in either order."""
     rng = np.random.default_rng(k)
     event = SelfComposedDpEvent(ExponentialMechanismDpEvent(draw), k)
     bounds = {epsilon: delta_of(event, epsilon) for epsilon in (0.0, 0.3 * draw, 0.8 * draw, 1.5 * draw)}
@@ -364,9 +350,7 @@ def test_releases_on_one_sample_are_one_gaussian(accountant):
 def test_releases_on_one_sample_composed_as_two_under_report():
     first, second = split_multiplier(0.5, 1.0)
     right = epsilon_of(run(0.5, 1e-4, 1000), 1e-6)
-    wrong = epsilon_of(
-        SelfComposedDpEvent(ComposedDpEvent([run(first, 1e-4, 1), run(second, 1e-4, 1)]), 1000), 1e-6
-    )
+    wrong = epsilon_of(SelfComposedDpEvent(ComposedDpEvent([run(first, 1e-4, 1), run(second, 1e-4, 1)]), 1000), 1e-6)
     assert wrong < right / 5
 
 
@@ -406,9 +390,7 @@ def test_general_sampling_agrees_with_the_closed_form(monkeypatch):
 
 def test_zcdp_is_for_rdp_only():
     # rho-zCDP is the Gaussian's curve with sigma = 1 / sqrt(2 rho).
-    assert epsilon_of(ZCDpEvent(0.5), 1e-6, "rdp") == pytest.approx(
-        epsilon_of(GaussianDpEvent(1.0), 1e-6, "rdp")
-    )
+    assert epsilon_of(ZCDpEvent(0.5), 1e-6, "rdp") == pytest.approx(epsilon_of(GaussianDpEvent(1.0), 1e-6, "rdp"))
     with pytest.raises(UnsupportedError, match="ZCDpEvent"):
         epsilon_of(ZCDpEvent(0.5), 1e-6)
 
@@ -486,10 +468,7 @@ def test_noise_makes_up_for_the_setup():
     more = get_noise_multiplier(**arguments, mechanism=Mechanism(setup))
     assert more > plain
     assert (
-        get_epsilon(
-            noise_multiplier=more, sample_rate=1e-2, steps=100, delta=1e-6, mechanism=Mechanism(setup)
-        )
-        <= 2.0
+        get_epsilon(noise_multiplier=more, sample_rate=1e-2, steps=100, delta=1e-6, mechanism=Mechanism(setup)) <= 2.0
     )
     with pytest.raises(SparseDPError, match="cannot be reached"):
         get_noise_multiplier(**arguments, mechanism=Mechanism(GaussianDpEvent(0.5)))
@@ -689,9 +668,7 @@ def make_ledger() -> Ledger:
     ledger = Ledger()
     ledger.record(SelfComposedDpEvent(ExponentialMechanismDpEvent(0.1), 10), setup=True)
     ledger.record(gaussian_step(0.8, 1e-3), count=500)
-    ledger.record(
-        PoissonSampledDpEvent(1e-3, ComposedDpEvent([GaussianDpEvent(1.0), LaplaceDpEvent(3.0)])), count=7
-    )
+    ledger.record(PoissonSampledDpEvent(1e-3, ComposedDpEvent([GaussianDpEvent(1.0), LaplaceDpEvent(3.0)])), count=7)
     return ledger
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Apply, assert_exact, unit_loss
 from torch import nn
 
 import sparsedp
 from sparsedp.capture import uses as uses_module
+from support import Apply, assert_exact, unit_loss
 
 B, L, D, V = 6, 5, 8, 10
 
@@ -128,7 +128,11 @@ def _lm() -> nn.Module:
 
 
 BAGS = {
-    f"{mode}{' weighted' if weighted else ''}{' padded' if padding is not None else ''}": (mode, weighted, padding)
+    f"{mode}{' weighted' if weighted else ''}{' padded' if padding is not None else ''}": (
+        mode,
+        weighted,
+        padding,
+    )
     for mode in ("sum", "mean")
     for weighted in (False, True)
     for padding in (None, 2)
@@ -159,8 +163,14 @@ ELEMENTWISE = {
 CONV = {
     "conv1d": lambda: (nn.Conv1d(L, 7, 3, padding=1, stride=2, dilation=2), x()),
     "conv1d same": lambda: (nn.Conv1d(L, 7, 3, padding="same", dilation=2), x()),
-    "conv2d": lambda: (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, (2, 3), stride=(1, 2))), x(B, 3, 7, 7)),
-    "conv2d groups": lambda: (nn.Conv2d(4, 8, 3, groups=2, padding_mode="circular", padding=1), x(B, 4, 5, 5)),
+    "conv2d": lambda: (
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, (2, 3), stride=(1, 2))),
+        x(B, 3, 7, 7),
+    ),
+    "conv2d groups": lambda: (
+        nn.Conv2d(4, 8, 3, groups=2, padding_mode="circular", padding=1),
+        x(B, 4, 5, 5),
+    ),
     "depthwise": lambda: (nn.Conv1d(L, L, 3, groups=L, bias=False), x()),
     "conv3d by units": lambda: (nn.Conv3d(2, 2, 2), x(B, 2, 3, 3, 3)),
 }
@@ -287,7 +297,9 @@ def test_bags(case: str, form: str, calls: int) -> None:
 def test_weights_of_a_bag_are_trained() -> None:
     """per_sample_weights that come from a layer get their own gradient."""
     model = Apply(
-        lambda m, i, w: m.e(i, per_sample_weights=m.k(w).squeeze(-1)), e=nn.EmbeddingBag(V, D, mode="sum"), k=nn.Linear(D, 1)
+        lambda m, i, w: m.e(i, per_sample_weights=m.k(w).squeeze(-1)),
+        e=nn.EmbeddingBag(V, D, mode="sum"),
+        k=nn.Linear(D, 1),
     )
     assert_exact(model, ids(), x())
 
@@ -306,9 +318,8 @@ def test_two_forward_passes_one_backward() -> None:
             return self.tower(a) * self.tower(b)
 
     assert_exact(Siamese(), one, two)
-    from support import one_by_one
-
     from sparsedp.capture import Capture
+    from support import one_by_one
 
     wanted = one_by_one(Siamese(), [one, two])
     capture = Capture(tower, dict(tower.named_parameters()), lambda: B)
@@ -322,9 +333,8 @@ def test_two_forward_passes_one_backward() -> None:
 
 
 def test_two_backward_passes_add_up() -> None:
-    from support import one_by_one
-
     from sparsedp.capture import Capture
+    from support import one_by_one
 
     model = Apply(lambda m, i: m.l(m.e(i)), e=emb(), l=nn.Linear(D, 3)).double()
     inputs = ids()

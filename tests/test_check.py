@@ -7,11 +7,11 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from support import Apply, Clicks, clicks, loader_of, make_private
 from torch import nn
 
 import sparsedp
 from sparsedp import SparseDPError, UnitsMixedError
+from support import Apply, Clicks, clicks, loader_of, make_private
 
 
 def bce(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -71,14 +71,21 @@ def test_batch_statistics_in_the_loss() -> None:
 
 def test_batch_norm_module() -> None:
     with pytest.raises(sparsedp.UnsupportedError, match="BatchNorm1d"):
-        sparsedp.check(nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), lambda o, y: o.mean(), (torch.randn(6, 4), torch.zeros(6)))
+        sparsedp.check(
+            nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)),
+            lambda o, y: o.mean(),
+            (torch.randn(6, 4), torch.zeros(6)),
+        )
 
 
 def test_wrong_reduction() -> None:
     with pytest.raises(UnitsMixedError, match="loss_reduction='sum'"):
         sparsedp.check(Clicks(), lambda o, y: F.binary_cross_entropy_with_logits(o, y, reduction="sum"), clicks(8))
     sparsedp.check(
-        Clicks(), lambda o, y: F.binary_cross_entropy_with_logits(o, y, reduction="sum"), clicks(8), loss_reduction="sum"
+        Clicks(),
+        lambda o, y: F.binary_cross_entropy_with_logits(o, y, reduction="sum"),
+        clicks(8),
+        loss_reduction="sum",
     )
     with pytest.raises(UnitsMixedError, match="loss_reduction='mean'"):
         sparsedp.check(Clicks(), bce, clicks(8), loss_reduction="sum")
@@ -91,7 +98,7 @@ def test_loss_that_is_no_number() -> None:
 
 def test_weights_in_the_loss() -> None:
     module = Clicks()
-    with pytest.raises(SparseDPError, match="ordinary gradient|does not depend"):
+    with pytest.raises(SparseDPError, match=r"ordinary gradient|does not depend"):
         sparsedp.check(module, lambda o, y: o.mean() + _spy(o), clicks(8))
 
 

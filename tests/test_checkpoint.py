@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import Clicks, clicks, loader_of, make_private
 from torch import nn
 
 import sparsedp
 from sparsedp import CheckpointError
+from support import Clicks, clicks, loader_of, make_private
 
 
 class Dropped(Clicks):
@@ -50,7 +50,9 @@ def steps(run: tuple, count: int, epochs: int = 3) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"workers": 2}, {"max_physical_batch": 3}, {"poisson_sampling": False}], ids=lambda o: next(iter(o), "plain")
+    "options",
+    [{}, {"workers": 2}, {"max_physical_batch": 3}, {"poisson_sampling": False}],
+    ids=lambda o: next(iter(o), "plain"),
 )
 @pytest.mark.parametrize("at", [3, 8, 13])
 def test_resumed_equals_uninterrupted(tmp_path: Path, at: int, options: dict) -> None:
@@ -96,7 +98,10 @@ def test_other_plans_are_refused_by_name(tmp_path: Path) -> None:
     first = start()
     steps(first, 3)
     first[0].save_checkpoint(tmp_path / "c.pt")
-    for options, word in (({"noise_multiplier": 0.5}, "noise_multiplier"), ({"max_grad_norm": 2.0}, "clipping")):
+    for options, word in (
+        ({"noise_multiplier": 0.5}, "noise_multiplier"),
+        ({"max_grad_norm": 2.0}, "clipping"),
+    ):
         _refused(tmp_path / "c.pt", start(**options), word)
     _refused(tmp_path / "c.pt", start(seed=8), "seed")
 

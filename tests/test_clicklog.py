@@ -42,9 +42,7 @@ def line(label="1", integers=("3",) * 13, categories=("0a",) * 26, separator="\t
 
 
 def text(rows: int, separator: str = "\t") -> str:
-    return "".join(
-        line(str(i % 2), [str(i)] * 13, [f"{i % 7:08x}"] * 26, separator) + "\n" for i in range(rows)
-    )
+    return "".join(line(str(i % 2), [str(i)] * 13, [f"{i % 7:08x}"] * 26, separator) + "\n" for i in range(rows))
 
 
 def write(path: Path, content: str) -> Path:
@@ -67,19 +65,14 @@ def leftovers(cache: Path) -> list[str]:
 
 def equal(a: ParsedBlock, b: ParsedBlock) -> bool:
     same = all(
-        np.array_equal(getattr(a, n), getattr(b, n))
-        for n in ("labels", "integers", "categories", "periods", "bad")
+        np.array_equal(getattr(a, n), getattr(b, n)) for n in ("labels", "integers", "categories", "periods", "bad")
     )
     return same and (a.lines, a.malformed) == (b.lines, b.malformed)
 
 
 FIELD = st.one_of(
-    st.sampled_from(
-        ["", "0", "1", "-1", "12", "3.0", "3.", "-2.00", "05db9164", "ABCDEF", "-", ".0", "+1", "1.5"]
-    ),
-    st.sampled_from(
-        ["2147483647", "2147483648", "-2147483648", "00000000001", "f" * 15, "f" * 16, "g", " 1", "1 "]
-    ),
+    st.sampled_from(["", "0", "1", "-1", "12", "3.0", "3.", "-2.00", "05db9164", "ABCDEF", "-", ".0", "+1", "1.5"]),
+    st.sampled_from(["2147483647", "2147483648", "-2147483648", "00000000001", "f" * 15, "f" * 16, "g", " 1", "1 "]),
     st.sampled_from(["\r", "1\r", "\x00", "é", "99999999999999999999999", "a" * 40, '"1"']),
 )
 
@@ -239,9 +232,7 @@ def test_written_rows_are_read_again(tmp_path_factory: pytest.TempPathFactory, d
     log = open_click_log(folder / name, cache_dir=folder, vocabulary=CountVocabulary(1))
     assert np.array_equal(log.labels, labels) and np.array_equal(log._integers, integers)
     row_to_code = [{row: int(code, 16) for code, row in v.items()} for v in log.vocabulary.as_dict().values()]
-    read = [
-        [{1: -1, **row_to_code[j]}[row] for j, row in enumerate(rows)] for rows in log._categories.tolist()
-    ]
+    read = [[{1: -1, **row_to_code[j]}[row] for j, row in enumerate(rows)] for rows in log._categories.tolist()]
     assert read == codes.tolist()
 
 
@@ -293,9 +284,7 @@ def test_the_tolerance_is_a_share(tmp_path: Path) -> None:
 def test_a_hopeless_file_is_stopped_early(tmp_path: Path) -> None:
     path = write(tmp_path / "log.tsv", "some\tother\tfile\n" * 200_000)
     reads: list[int] = []
-    with pytest.raises(
-        DataError, match=r"stopped early.*\n  log.tsv, line 1: 3 fields, expected 40"
-    ) as error:
+    with pytest.raises(DataError, match=r"stopped early.*\n  log.tsv, line 1: 3 fields, expected 40") as error:
         open_click_log(path, cache_dir=tmp_path / "cache", progress=reads.append)
     assert "of 200000 lines" not in str(error.value) and reads == []
     assert leftovers(tmp_path / "cache") == []
@@ -324,9 +313,7 @@ def test_a_cache_is_reused_until_source_or_options_change(tmp_path: Path) -> Non
     assert not rebuilt(max_malformed=0.5)  # decided on what the summary says, not by reading again
     assert rebuilt(vocabulary=HashVocabulary(50)) and not rebuilt(vocabulary=HashVocabulary([50] * 26))
     assert rebuilt(vocabulary=CountVocabulary(2)) and rebuilt(vocabulary=CountVocabulary(3))
-    assert rebuilt(vocabulary=GivenVocabulary([["a"]] * 26)) and rebuilt(
-        vocabulary=GivenVocabulary([["b"]] * 26)
-    )
+    assert rebuilt(vocabulary=GivenVocabulary([["a"]] * 26)) and rebuilt(vocabulary=GivenVocabulary([["b"]] * 26))
     assert rebuilt(vocabulary=GivenVocabulary([["b"]] * 26, private=True))
     stamp = path.stat()
     write(path, text(61))
@@ -342,9 +329,7 @@ def test_a_damaged_cache_is_built_again(tmp_path: Path) -> None:
     (directory,) = (cache / name for name in leftovers(cache))
     for name, damage in (("labels.bin", b"\0" * 59), ("header.json", b"{")):
         (directory / name).write_bytes(damage)
-        assert all(
-            torch.equal(a, b) for a, b in zip(before, everything(open_click_log(path, cache_dir=cache)))
-        )
+        assert all(torch.equal(a, b) for a, b in zip(before, everything(open_click_log(path, cache_dir=cache))))
     assert leftovers(cache) == [directory.name]
 
 
@@ -613,8 +598,6 @@ def test_the_kaggle_sample(criteo: Path, tmp_path: Path) -> None:
 
 
 def test_the_terabyte_sample(criteo: Path, tmp_path: Path) -> None:
-    log = open_click_log(
-        criteo / "terabyte_day0_10k.tsv.gz", cache_dir=tmp_path, vocabulary=CountVocabulary(1)
-    )
+    log = open_click_log(criteo / "terabyte_day0_10k.tsv.gz", cache_dir=tmp_path, vocabulary=CountVocabulary(1))
     assert len(log) == 10_000 and log.labels.sum() == 265
     assert sum(log.vocabulary_sizes) - 2 * 26 == 31_655

@@ -139,9 +139,7 @@ def test_refusals(minimal: Path, change: str, message: str) -> None:
 
 def test_a_refusal_names_the_file_or_the_command_line(minimal: Path) -> None:
     minimal.write_text(MINIMAL.replace("rows: 1000", "rows: many"))
-    with pytest.raises(
-        ConfigError, match=r"^mine.yaml: data.rows: expected a whole number of at least 1; got 'many'"
-    ):
+    with pytest.raises(ConfigError, match=r"^mine.yaml: data.rows: expected a whole number of at least 1; got 'many'"):
         load_config(minimal)
     minimal.write_text(MINIMAL.replace("lr: 0.1", ""))
     with pytest.raises(ConfigError, match=r"^mine.yaml: optimizer.lr: missing; expected a number above 0"):

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import Clicks, clicks, loader_of, make_private, one_by_one, train
 from torch import nn
 
 import sparsedp
 from sparsedp import SparseDPError
+from support import Clicks, clicks, loader_of, make_private, one_by_one, train
 
 
 def bce(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,11 @@ def test_a_step_is_the_clipped_sum_over_the_expected_batch() -> None:
     ids, x, y = clicks(64)
     data = loader_of(ids, x.double(), y.double(), batch_size=expected)
     engine, module, optimizer, loader = make_private(
-        module, data, optimizer=torch.optim.SGD(module.parameters(), lr=lr), noise_multiplier=0.0, max_grad_norm=clip
+        module,
+        data,
+        optimizer=torch.optim.SGD(module.parameters(), lr=lr),
+        noise_multiplier=0.0,
+        max_grad_norm=clip,
     )
     sizes = set()
     for i, v, t in loader:
@@ -128,7 +132,10 @@ def test_micro_batches_give_the_same_model(poisson: bool) -> None:
         module = Clicks().double()
         ids, x, y = clicks(60)
         engine, module, optimizer, loader = make_private(
-            module, loader_of(ids, x.double(), y.double(), batch_size=12), max_physical_batch=limit, poisson_sampling=poisson
+            module,
+            loader_of(ids, x.double(), y.double(), batch_size=12),
+            max_physical_batch=limit,
+            poisson_sampling=poisson,
         )
         largest = 0
         for i, v, t in loader:
@@ -157,7 +164,10 @@ OPTIMIZERS: dict[str, Any] = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_schedulers_and_groups(name: str) -> None:
     module = Clicks()
-    groups = [{"params": [module.table.weight]}, {"params": [*module.hidden.parameters(), *module.out.parameters()], "lr": 0.02}]
+    groups = [
+        {"params": [module.table.weight]},
+        {"params": [*module.hidden.parameters(), *module.out.parameters()], "lr": 0.02},
+    ]
     inner = OPTIMIZERS[name](groups)
     engine, module, optimizer, loader = make_private(module, loader_of(*clicks(64), batch_size=8), optimizer=inner)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
@@ -218,7 +228,16 @@ def test_statement() -> None:
     train(module, optimizer, loader)
     statement = engine.statement(1e-5)
     text = str(statement)
-    for word in ("one example", "adding or removing", "epsilon = ", "delta = 1e-05", "dpsgd", "Poisson", "64", "public"):
+    for word in (
+        "one example",
+        "adding or removing",
+        "epsilon = ",
+        "delta = 1e-05",
+        "dpsgd",
+        "Poisson",
+        "64",
+        "public",
+    ):
         assert word in text
     assert "do not release" not in text and "NOT happen" not in text
     assert json.loads(statement.to_json())["steps"] == 8

@@ -58,9 +58,7 @@ def test_sizes_and_scale() -> None:
     assert generated_click_log(10, vocabulary_sizes=[50] * 26, scale=0.5).vocabulary_sizes == [25] * 26
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"scale": 0.01, "seed": 3}, {"days": 4, "drift": 0.5, "scale": 0.05}]
-)
+@pytest.mark.parametrize("options", [{}, {"scale": 0.01, "seed": 3}, {"days": 4, "drift": 0.5, "scale": 0.05}])
 def test_planted_auc_and_click_rate(options: dict) -> None:
     log = generated_click_log(50_000, **options)
     assert 0.78 < log.planted_auc < 0.82
@@ -106,10 +104,7 @@ def test_drift_changes_popularity_and_effects() -> None:
 
     still = generated_click_log(60_000, scale=0.01, days=3)
     moving = generated_click_log(60_000, scale=0.01, days=3, drift=0.5)
-    assert (
-        still.periods.tolist() == sorted(still.periods)
-        and np.bincount(still.periods).tolist() == [20_000] * 3
-    )
+    assert still.periods.tolist() == sorted(still.periods) and np.bincount(still.periods).tolist() == [20_000] * 3
     assert len(top(still, 0) & top(still, 2)) >= 15 > len(top(moving, 0) & top(moving, 2))
 
 
@@ -128,9 +123,7 @@ def test_written_and_read_again(tmp_path: Path, name: str) -> None:
     log = generated_click_log(700, scale=0.01)
     (path,) = write_click_log(log, tmp_path / name)
     assert path.read_bytes()[:2] == b"\x1f\x8b" if name.endswith(".gz") else b"\t" in path.read_bytes()
-    values = [
-        [f"{code:08x}" for code in category_code(j, np.arange(v))] for j, v in enumerate(log.vocabulary_sizes)
-    ]
+    values = [[f"{code:08x}" for code in category_code(j, np.arange(v))] for j, v in enumerate(log.vocabulary_sizes)]
     read = open_click_log(path, cache_dir=tmp_path / "cache", vocabulary=GivenVocabulary(values))
     assert np.array_equal(read._integers, log._integers)
     assert np.array_equal(read._categories, log._categories + 2)  # 0 and 1: out of vocabulary, missing

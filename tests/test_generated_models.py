@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import assert_exact
 from torch import Tensor, nn
 
 import sparsedp
+from support import assert_exact
 
 DIM, ROWS = 4, 7
 BLOCKS = (
@@ -109,7 +109,9 @@ MODELS = given(
 
 @settings(max_examples=80, deadline=None)
 @MODELS
-def test_generated_models(blocks: list[str], head: str, units: int, length: int, padding: int | None, seed: int) -> None:
+def test_generated_models(
+    blocks: list[str], head: str, units: int, length: int, padding: int | None, seed: int
+) -> None:
     _check(blocks, head, units, length, padding, seed)
 
 

@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support import Apply, capture_uses, dense, unit_loss
-from test_capture import CASES
 from torch import Tensor, nn
 
 from sparsedp import UnsupportedError
 from sparsedp.capture import Captured
 from sparsedp.clipping import Clipping
+from support import Apply, capture_uses, dense, unit_loss
+from test_capture import CASES
 
 CLIP = 0.5
 
@@ -66,7 +66,8 @@ def test_terms_that_cancel_do_not_hide_a_large_gradient() -> None:
     clipping = Clipping(1.0)
     for scale in (1e3, 1e5, 1e7):
         module = Apply(
-            lambda m, x, s=scale: (x * s) @ m.w.T - (x * s) @ m.w.T + 5 * (x @ m.w.T), w=nn.Parameter(torch.zeros(1, 4))
+            lambda m, x, s=scale: (x * s) @ m.w.T - (x * s) @ m.w.T + 5 * (x @ m.w.T),
+            w=nn.Parameter(torch.zeros(1, 4)),
         )
         inputs = torch.nn.functional.normalize(torch.randn(3, 4), dim=1)
         found = capture_uses(module, [inputs], lambda out: out.sum())
@@ -124,12 +125,21 @@ def test_tied_norm_includes_the_cross_term() -> None:
     table = nn.Embedding(3, 2)
     module = Apply(lambda m, i: (m.e(i) * m.e.weight[1]).sum(-1), e=table)
     found = capture_uses(module, [torch.tensor([1])], lambda out: out.sum())
-    torch.testing.assert_close(found.uses["e.weight"].squared_norms(1)[0], (2 * table.weight[1]).square().sum().detach(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        found.uses["e.weight"].squared_norms(1)[0],
+        (2 * table.weight[1]).square().sum().detach(),
+        rtol=1e-5,
+        atol=1e-5,
+    )
 
 
 def test_in_place_relu_does_not_corrupt_inputs() -> None:
     """An in-place operation on a captured input would change what the weight gradient is computed from."""
-    module = Apply(lambda m, x: F.relu(m.b(F.relu(m.a(x), inplace=True)), inplace=True), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    module = Apply(
+        lambda m, x: F.relu(m.b(F.relu(m.a(x), inplace=True)), inplace=True),
+        a=nn.Linear(4, 4),
+        b=nn.Linear(4, 4),
+    )
     from support import assert_exact
 
     assert_exact(module, torch.randn(5, 4))

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from support import Clicks, capture_uses, clicks, dense, loader_of, make_private, train
 from torch import Tensor, nn
 
 from sparsedp.capture import Captured
 from sparsedp.clipping import Clipping
 from sparsedp.mechanisms import DPSGD, Mechanism, mechanism_from_dict
 from sparsedp.noise import RandomKey
+from support import Clicks, capture_uses, clicks, dense, loader_of, make_private, train
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,9 @@ def test_selection_comes_before_clipping(limit: int | None) -> None:
     i, v, t = (torch.cat(parts) for parts in zip(*seen))
     plain = Clicks().double()
     plain.load_state_dict(before.state_dict())
-    found = capture_uses(plain, [i, v], lambda out: nn.functional.binary_cross_entropy_with_logits(out, t, reduction="sum"))
+    found = capture_uses(
+        plain, [i, v], lambda out: nn.functional.binary_cross_entropy_with_logits(out, t, reduction="sum")
+    )
     found.uses["table.weight"] = found.uses["table.weight"].restricted(torch.tensor(ROWS))
     norms = torch.stack([uses.squared_norms(len(i)) for uses in found.uses.values()]).sum(0).sqrt()
     factors = Clipping(clip).factors(norms)

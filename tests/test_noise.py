@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from support import Clicks, clicks, loader_of, make_private, train
 from torch import nn
 
 from sparsedp.noise import CHUNK, GaussianNoise, RandomKey
+from support import Clicks, clicks, loader_of, make_private, train
 
 
 def accepts(sample: np.ndarray, std: float) -> bool:
@@ -33,7 +33,10 @@ def test_fresh_at_every_step_and_different_on_every_tensor() -> None:
     noise = GaussianNoise(RandomKey.from_seed(1))
     drawn = []
     for step in range(3):
-        tensors = {index: torch.empty(100_000) for index in range(2)} | {2: torch.empty(500), 3: torch.empty(500)}
+        tensors = {index: torch.empty(100_000) for index in range(2)} | {
+            2: torch.empty(500),
+            3: torch.empty(500),
+        }
         noise.fill(tensors, 1.0, step)
         drawn += [tensor.clone() for tensor in tensors.values()]
     for i, one in enumerate(drawn):
@@ -73,7 +76,9 @@ def test_torch_seed_has_no_influence() -> None:
 
 def test_the_whole_generator_state_depends_on_the_key() -> None:
     """torch keeps only 32 bits of a seed; two keys that agree in a 32-bit seed must still differ everywhere."""
-    one, two = (RandomKey.from_seed(seed).torch(0).get_state().numpy()[24 : 24 + 8 * 624].view(np.uint64) for seed in (1, 2))
+    one, two = (
+        RandomKey.from_seed(seed).torch(0).get_state().numpy()[24 : 24 + 8 * 624].view(np.uint64) for seed in (1, 2)
+    )
     assert (one != two).mean() > 0.99
     assert len(np.unique(one)) > 600
 
@@ -93,7 +98,12 @@ def test_noise_of_a_step(reduction: str) -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=lr)
     data = loader_of(*clicks(320, rows=2000), batch_size=batch)
     engine, module, optimizer, loader = make_private(
-        module, data, optimizer=optimizer, noise_multiplier=sigma, max_grad_norm=clip, loss_reduction=reduction
+        module,
+        data,
+        optimizer=optimizer,
+        noise_multiplier=sigma,
+        max_grad_norm=clip,
+        loss_reduction=reduction,
     )
     samples = []
     for ids, x, _ in loader:

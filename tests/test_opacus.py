@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from support import Apply, capture_uses, dense
 from torch import nn
 
 from sparsedp.clipping import Clipping
+from support import Apply, capture_uses, dense
 
 opacus = pytest.importorskip("opacus")
 from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping  # noqa: E402
@@ -43,7 +43,9 @@ def by_hooks(module: nn.Module, inputs: list[torch.Tensor]) -> dict[str, torch.T
 
 def by_ghost(module: nn.Module, inputs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """Opacus' ghost mode: norms from hooks, then a second backward pass of the reweighted loss."""
-    wrapped = GradSampleModuleFastGradientClipping(module, loss_reduction="sum", max_grad_norm=CLIP, use_ghost_clipping=True)
+    wrapped = GradSampleModuleFastGradientClipping(
+        module, loss_reduction="sum", max_grad_norm=CLIP, use_ghost_clipping=True
+    )
     losses = wrapped(*inputs).sin().flatten(1).sum(1)
     losses.sum().backward(retain_graph=True)
     factors = wrapped.get_clipping_coef()

@@ -83,9 +83,7 @@ def test_trained_tables_beat_frozen_ones_on_a_generated_log(one_thread: None) ->
             table.weight.requires_grad_(train_tables)
         optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], 2e-2)
         order = torch.Generator().manual_seed(0)
-        loader = DataLoader(
-            training, batch_size=256, shuffle=True, generator=order, collate_fn=training.collate
-        )
+        loader = DataLoader(training, batch_size=256, shuffle=True, generator=order, collate_fn=training.collate)
         for x, c, y in loader:
             optimizer.zero_grad()
             binary_cross_entropy_with_logits(model(x, c), y).backward()

@@ -63,9 +63,7 @@ def test_state_dict_and_initialisation_equal_torch(ours, theirs):
     reference = theirs(4, 6, **config)
     torch.manual_seed(5)
     layer = ours(4, 6, **config)
-    for (name_a, a), (name_b, b) in zip(
-        layer.state_dict().items(), reference.state_dict().items(), strict=True
-    ):
+    for (name_a, a), (name_b, b) in zip(layer.state_dict().items(), reference.state_dict().items(), strict=True):
         assert name_a == name_b
         assert torch.equal(a, b)
 

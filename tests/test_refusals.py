@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
-from support import Apply, Clicks, clicks, loader_of, make_private, train, unit_loss
 from torch import nn
 
 import sparsedp
 from sparsedp import SparseDPError, UnitsMixedError, UnsupportedError
 from sparsedp.capture import Capture
+from support import Apply, Clicks, clicks, loader_of, make_private, train, unit_loss
 
 B, D = 6, 8
 
@@ -129,7 +129,10 @@ MIXING = {
     "batch norm by hand": (lambda m, x: m.l((x - x.mean(0, keepdim=True)) / x.std(dim=0)), "mean"),
     "softmax over the batch": (lambda m, x: m.l(x) * x.softmax(0), "softmax"),
     "in-batch negatives": (lambda m, x: m.l(x) @ m.l(x).T, "in-batch negatives"),
-    "pairwise differences": (lambda m, x: (m.l(x)[:, None] - m.l(x)[None]).abs().sum(-1), "in-batch negatives"),
+    "pairwise differences": (
+        lambda m, x: (m.l(x)[:, None] - m.l(x)[None]).abs().sum(-1),
+        "in-batch negatives",
+    ),
     "in-batch einsum": (lambda m, x: torch.einsum("id,jd->ij", m.l(x), m.l(x)), "in-batch negatives"),
     "seq-first batch mean": (lambda m, x: m.l(x.T.T - x.T.mean(1)), "mean"),
 }

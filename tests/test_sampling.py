@@ -178,9 +178,7 @@ class TestEmptyBatch:
         return seen[0]
 
     def test_tensor_data_set_and_default_collate(self):
-        data = TensorDataset(
-            torch.ones(30, 5), torch.ones(30, dtype=torch.int32), torch.ones(30, 2, 3).bool()
-        )
+        data = TensorDataset(torch.ones(30, 5), torch.ones(30, dtype=torch.int32), torch.ones(30, 2, 3).bool())
         batch = self.empty(None, data)
         assert isinstance(batch, list)
         assert [(tuple(x.shape), x.dtype) for x in batch] == [

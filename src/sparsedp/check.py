@@ -1,8 +1,8 @@
 """Proves a model and its loss fit for private training, on one batch, in float64.
 
 For some units of the batch, three gradients are compared: (a) the one that ordinary autograd gives for the unit alone,
-(b) the captured one for the unit alone, (c) the captured one for the unit among the others. If (a) and (b) differ, capture is wrong;
-if (b) and (c) differ, units mix.
+(b) the captured one for the unit alone, (c) the captured one for the unit among the others. If (a) and (b)
+differ, capture is wrong; if (b) and (c) differ, units mix.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class CheckReport:
 
     def __str__(self) -> str:
         return (
-            f"Checked {self.parameters} parameters on {self.units} units: captured gradients are exact, units do not mix, "
+            f"Checked {self.parameters} parameters on {self.units} units: captured gradients are exact, "
+            "units do not mix, "
             f"clipping holds (largest relative difference {self.largest_difference:.1e})."
         )
 
@@ -52,9 +53,9 @@ def check(
     """Raises, naming the parameter and the likely cause, if `module` and `loss_fn` do not keep units apart.
 
     `batch` is what the loader yields: (inputs..., target), for loss_fn(module(*inputs), target), or a dict, for
-    loss_fn(module(**batch), batch). At most `units` of its units are looked at, each alone and among the others. Dropout is off during
-    the check. `take(batch, indices)` picks units out of a batch that is not made of tensors with the units on axis 0.
-    The module itself is left as it is.
+    loss_fn(module(**batch), batch). At most `units` of its units are looked at, each alone and among the
+    others. Dropout is off during the check. `take(batch, indices)` picks units out of a batch that is not made
+    of tensors with the units on axis 0. The module itself is left as it is.
     """
     take = take or _take
     trial = _Trial(module, loss_fn, loss_reduction)
@@ -90,16 +91,16 @@ def check(
     return CheckReport(len(looked_at), len(trial.parameters), largest)
 
 
-def _mixing_message(
-    name: str, shift: float, among: Gradients, alone: Gradients, reduction: str, units: int
-) -> str:
+def _mixing_message(name: str, shift: float, among: Gradients, alone: Gradients, reduction: str, units: int) -> str:
     """Names the likely cause: a common factor on all gradients means a divisor, anything else a dependence."""
     start = (
         f"Units mix: the gradient of parameter '{name}' for one unit changes by {shift:.1e} of its size when the other "
         "units of the batch change. "
     )
     mine = torch.cat([value.flatten() for value in alone.values()])
-    theirs = torch.cat([among[key].flatten() if key in among else torch.zeros_like(alone[key]).flatten() for key in alone])
+    theirs = torch.cat(
+        [among[key].flatten() if key in among else torch.zeros_like(alone[key]).flatten() for key in alone]
+    )
     ratio = float(theirs @ mine / (mine @ mine)) if float(mine.norm()) else 0.0
     proportional = float((theirs - ratio * mine).norm()) <= 1e-5 * float(theirs.norm())
     if not proportional:
@@ -110,12 +111,15 @@ def _mixing_message(
     if abs(ratio - units) < 1e-5 * units or abs(ratio * units - 1) < 1e-5:
         wanted = "sum" if reduction == "mean" else "mean"
         return start + (
-            f"It changes by the factor {ratio:.6g}, the number of units or its inverse: the loss looks like a {wanted} over "
+            f"It changes by the factor {ratio:.6g}, the number of units or its inverse: the loss looks like "
+            f"a {wanted} over "
             f"units. Pass loss_reduction='{wanted}'."
         )
     return start + (
-        f"All gradients change by the factor {ratio:.6g}. Likely cause: the loss divides by something that the whole batch "
-        "decides, such as the number of valid tokens (ignore_index with mean reduction) or a sum of weights. Average over each "
+        f"All gradients change by the factor {ratio:.6g}. Likely cause: the loss divides by something that "
+        "the whole batch "
+        "decides, such as the number of valid tokens (ignore_index with mean reduction) or a sum of "
+        "weights. Average over each "
         "unit's own tokens first, then over units; or divide by a constant."
     )
 

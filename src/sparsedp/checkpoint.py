@@ -21,7 +21,18 @@ if TYPE_CHECKING:
     from sparsedp.optimizer import PrivateOptimizer
 
 _FORMAT = "sparsedp-checkpoint-1"
-_KEYS = {"format", "plan", "plan_hash", "model", "optimizer", "ledger", "loader", "seed", "torch_generator", "extra"}
+_KEYS = {
+    "format",
+    "plan",
+    "plan_hash",
+    "model",
+    "optimizer",
+    "ledger",
+    "loader",
+    "seed",
+    "torch_generator",
+    "extra",
+}
 
 
 @dataclass

@@ -30,8 +30,8 @@ _NOISE, _SAMPLING = 0, 1  # the purposes that the engine's key is split into
 class PrivacyEngine:
     """One engine trains one module.
 
-    `accountant` is "pld" (tight) or "rdp". With a `seed` a run can be repeated exactly, for tests; its statement then says
-    that the result must not be released.
+    `accountant` is "pld" (tight) or "rdp". With a `seed` a run can be repeated exactly, for tests; its
+    statement then says that the result must not be released.
     """
 
     def __init__(self, accountant: Accountant = "pld", seed: int | None = None) -> None:
@@ -66,8 +66,9 @@ class PrivacyEngine:
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         """The same module, and the optimizer and the loader to use from now on.
 
-        The loader's batch size becomes the expected one, and the divisor of the gradient. `noise_multiplier=0` clips without
-        noise: no privacy, and the statement says so. Batches of more than `max_physical_batch` units reach the loop in parts.
+        The loader's batch size becomes the expected one, and the divisor of the gradient. `noise_multiplier=0`
+        clips without noise: no privacy, and the statement says so. Batches of more than `max_physical_batch`
+        units reach the loop in parts.
         """
         plan, loader = self._prepare(
             module, optimizer, data_loader, noise_multiplier, max_grad_norm, mechanism, clipping, loss_reduction, unit,
@@ -123,7 +124,10 @@ class PrivacyEngine:
         refuse_optimizer(optimizer, mechanism.selects)
         parameters = private_parameters(module, optimizer)
         loader = private_loader(
-            data_loader, key=self._key.child(_SAMPLING), poisson=poisson_sampling, max_physical_batch=max_physical_batch
+            data_loader,
+            key=self._key.child(_SAMPLING),
+            poisson=poisson_sampling,
+            max_physical_batch=max_physical_batch,
         )
         style = clipping if isinstance(clipping, Clipping) else Clipping(max_grad_norm, clipping)
         plan = PrivacyPlan(
@@ -206,12 +210,14 @@ class PrivacyEngine:
     def save_checkpoint(self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> None:
         """Writes weights, optimizer, ledger, plan and position, atomically. `extra` holds plain values of the caller's.
 
-        The noise and sampling keys are written only if the engine is seeded: in a file, they would let its reader subtract the
-        noise. An unseeded run that is resumed goes on with fresh randomness, which has the same law.
+        The noise and sampling keys are written only if the engine is seeded: in a file, they would let its
+        reader subtract the noise. An unseeded run that is resumed goes on with fresh randomness, which has the
+        same law.
         """
         module, optimizer, loader = self._parts()
         checkpoint.save(path, checkpoint.State(
-            plan=self.plan, model=module.state_dict(), optimizer=optimizer.state_dict(), ledger=self.ledger.state_dict(),
+            plan=self.plan, model=module.state_dict(), optimizer=optimizer.state_dict(),
+            ledger=self.ledger.state_dict(),
             loader=loader.state_dict(), seed=self._seed, extra=extra or {},
         ))  # fmt: skip
 

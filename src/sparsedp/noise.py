@@ -65,7 +65,7 @@ class RandomKey:
         sequence = self._sequence(path)
         generator = torch.Generator(device=device)
         if generator.device.type == "cpu":
-            words = np.random.SFC64(sequence).random_raw(_MT_WORDS // 2).view(np.uint32)  # type: ignore[union-attr]
+            words = np.random.SFC64(sequence).random_raw(_MT_WORDS // 2).view(np.uint32)
             generator.set_state(_cpu_state(words))
         else:
             generator.manual_seed(int(sequence.generate_state(1, np.uint64)[0]) >> 1)

@@ -125,7 +125,7 @@ class PrivateOptimizer(Optimizer):
     # ------------------------------------------------------------------ torch.optim's surface
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
     @param_groups.setter
@@ -140,10 +140,10 @@ class PrivateOptimizer(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         return self.inner.defaults
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         return self.inner.state_dict()
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -200,7 +200,8 @@ class PrivateOptimizer(Optimizer):
             )
         if batch is self._stepped:
             raise SparseDPError(
-                "The current batch already had its step. A second step on the same sample would cost more privacy than the "
+                "The current batch already had its step. A second step on the same sample would cost more "
+                "privacy than the "
                 "ledger shows: draw a new batch from the loader for every step."
             )
         fresh = self._stepped is None or self._stepped.last
@@ -210,7 +211,8 @@ class PrivateOptimizer(Optimizer):
                 raise SparseDPError("The physical batches of a logical batch must all be stepped, in order.")
         if batch.last and self.plan.steps is not None and self.ledger.steps >= self.plan.steps:
             raise SparseDPError(
-                f"The plan's {self.plan.steps} steps were taken and its privacy budget (epsilon {self.plan.target_epsilon}) "
+                f"The plan's {self.plan.steps} steps were taken and its privacy budget (epsilon "
+                f"{self.plan.target_epsilon}) "
                 "is spent. Train longer by planning for more epochs from the start."
             )
         return batch
@@ -267,7 +269,9 @@ class PrivateOptimizer(Optimizer):
         """Selects rows, adds the noise, lets the wrapped optimizer update, and writes the step into the ledger."""
         step = self.ledger.steps
         mechanism, key = self.plan.mechanism, self.noise.key
-        tables = {name: self._parameters[name].detach() for name in self._tables if self._parameters[name].requires_grad}
+        tables = {
+            name: self._parameters[name].detach() for name in self._tables if self._parameters[name].requires_grad
+        }
         with self.stage("selection"):
             selection = mechanism.select(self._held, tables, self.plan.noise_multiplier, key.child(step, SELECTION))
         for captured in self._held:
@@ -302,7 +306,11 @@ class PrivateOptimizer(Optimizer):
         self.last_step = self._report(step, done, tables, selection)
 
     def _report(
-        self, step: int, done: _Accumulated, tables: Mapping[str, Tensor], selection: Mapping[str, Tensor] | None
+        self,
+        step: int,
+        done: _Accumulated,
+        tables: Mapping[str, Tensor],
+        selection: Mapping[str, Tensor] | None,
     ) -> StepReport:
         reports = {}
         for name, table in tables.items():

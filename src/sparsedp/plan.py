@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 import dp_accounting
 
-from sparsedp.accounting.epsilon import Accountant, epsilon_of
 from sparsedp.accounting.calibration import calibrate
+from sparsedp.accounting.epsilon import Accountant, epsilon_of
 from sparsedp.clipping import Clipping
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
 
@@ -78,7 +78,11 @@ class PrivacyPlan:
             self.accountant,
         )
         return replace(
-            self, noise_multiplier=noise, steps=steps, target_epsilon=target_epsilon, target_delta=target_delta
+            self,
+            noise_multiplier=noise,
+            steps=steps,
+            target_epsilon=target_epsilon,
+            target_delta=target_delta,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -104,7 +108,11 @@ class PrivacyPlan:
         """How another plan, as a dict, differs from this one: one line per setting."""
         mine = self.to_dict()
         keys = sorted(mine.keys() | other.keys())
-        return [f"{key}: {other.get(key)!r} there, {mine.get(key)!r} here" for key in keys if mine.get(key) != other.get(key)]
+        return [
+            f"{key}: {other.get(key)!r} there, {mine.get(key)!r} here"
+            for key in keys
+            if mine.get(key) != other.get(key)
+        ]
 
 
 def run_event(mechanism: Mechanism, noise_multiplier: float, sample_rate: float, steps: int) -> dp_accounting.DpEvent:

@@ -16,7 +16,9 @@ _RECURRENT = {nn.LSTM: "LSTM", nn.GRU: "GRU"}
 def refuse_module(module: nn.Module) -> None:
     """Raises for whatever is known to mix units or to hide its parameters from capture."""
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise UnsupportedError(f"{type(module).__name__} splits batches over processes. Pass the wrapped module itself.")
+        raise UnsupportedError(
+            f"{type(module).__name__} splits batches over processes. Pass the wrapped module itself."
+        )
     for name, part in module.named_modules():
         reason = _why_not(part)
         if reason is not None:
@@ -29,13 +31,16 @@ def _why_not(module: nn.Module) -> str | None:
         return "a compiled or scripted module hides its operations. Use the module from before compilation."
     if isinstance(module, _BatchNorm) and module.training:
         return (
-            "batch statistics mix the units of a batch. Use GroupNorm or LayerNorm, or freeze the layer with eval() and "
+            "batch statistics mix the units of a batch. Use GroupNorm or LayerNorm, or freeze the layer "
+            "with eval() and "
             "keep it there."
         )
     if isinstance(module, nn.RNNBase) and trained:
         for kind, name in _RECURRENT.items():
             if isinstance(module, kind):
-                return f"torch's {name} is fused and hides its uses. Use sparsedp.nn.{name}, which has the same weights."
+                return (
+                    f"torch's {name} is fused and hides its uses. Use sparsedp.nn.{name}, which has the same weights."
+                )
         return "torch's RNN is fused and hides its uses. Use sparsedp.nn.LSTM or sparsedp.nn.GRU."
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and trained:
         if module.max_norm is not None:
@@ -75,7 +80,9 @@ def private_parameters(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.
 
 def refuse_optimizer(optimizer: Optimizer, selects: bool) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise UnsupportedError("LBFGS evaluates the loss several times in a step. Use SGD, Adam or another first-order one.")
+        raise UnsupportedError(
+            "LBFGS evaluates the loss several times in a step. Use SGD, Adam or another first-order one."
+        )
     if isinstance(optimizer, torch.optim.SparseAdam) and not selects:
         raise UnsupportedError(
             "SparseAdam takes row-sparse gradients only, and this mechanism puts noise on every row. Use Adam."

@@ -82,7 +82,9 @@ def make_statement(
         sampling = f"Poisson, {rate}"
     else:
         sampling = f"shuffled fixed-size batches, accounted as Poisson with {rate}"
-        assumptions.insert(0, "Poisson sampling, which did NOT happen: batches were shuffled. The epsilon is not proven.")
+        assumptions.insert(
+            0, "Poisson sampling, which did NOT happen: batches were shuffled. The epsilon is not proven."
+        )
     if seeded:
         not_covered.insert(0, "Seeded, do not release: whoever knows the seed can take the noise away.")
     guarantee = plan.mechanism.guarantee if math.isfinite(epsilon) else "none"

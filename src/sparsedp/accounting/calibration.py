@@ -48,9 +48,7 @@ def calibrate(
     return _search(cost, target, guess, 1.03, tolerance)
 
 
-def _search(
-    cost: Callable[[float], float], target: float, guess: float, factor: float, tolerance: float
-) -> float:
+def _search(cost: Callable[[float], float], target: float, guess: float, factor: float, tolerance: float) -> float:
     """A sigma within the target, such that (unless at the lower limit) one `tolerance` below it is not."""
     passes, fails = _bracket(cost, target, guess, factor)
     for step in range(100):

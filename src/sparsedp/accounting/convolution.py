@@ -205,9 +205,7 @@ def compose(grids: Sequence[Grid], counts: Sequence[int], tilt: float, outside: 
     weight = np.exp(np.minimum(total.value - tilt * loss, 600.0))
     mass = (np.maximum(tilted, 0.0) + rounding) * weight
     beyond = math.exp(min(0.0, total.value - tilt * interval * last + math.log(outside)))
-    finite = sum(
-        count * math.log1p(-grid.infinite) for grid, count in zip(grids, counts) if grid.infinite < 1
-    )
+    finite = sum(count * math.log1p(-grid.infinite) for grid, count in zip(grids, counts) if grid.infinite < 1)
     infinite = 1.0 if any(grid.infinite >= 1 for grid in grids) else -math.expm1(finite)
     return Total(interval, first, mass, infinite + beyond, rounding * weight)
 

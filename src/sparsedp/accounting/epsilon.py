@@ -83,9 +83,7 @@ def _leaves(event: DpEvent | Ledger, accountant: str) -> dict[DpEvent, int]:
     return canonical(event.event() if isinstance(event, Ledger) else event)
 
 
-def _is_tight(
-    estimate: Estimate, leaves: dict[DpEvent, int], relative_error: float, negligible: float
-) -> bool:
+def _is_tight(estimate: Estimate, leaves: dict[DpEvent, int], relative_error: float, negligible: float) -> bool:
     """Whether RDP has nothing to add.
 
     It may if the grid is too coarse, and for many exponential mechanisms: PLD composes worst cases of theirs
@@ -93,9 +91,7 @@ def _is_tight(
     """
     if any(isinstance(leaf, ExponentialMechanismDpEvent) for leaf in leaves):
         return False
-    return (
-        math.isfinite(estimate.value) and estimate.error <= 2 * relative_error * estimate.value + negligible
-    )
+    return math.isfinite(estimate.value) and estimate.error <= 2 * relative_error * estimate.value + negligible
 
 
 def _gaussian_delta(sigma: float, epsilon: float) -> float:

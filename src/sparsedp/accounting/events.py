@@ -136,9 +136,7 @@ def event_to_dict(event: DpEvent) -> dict[str, Any]:
     """The event as plain JSON types: its class name under "event_type", and its fields."""
     fields = _FIELDS.get(type(event))
     if fields is None:
-        raise UnsupportedError(
-            f"{type(event).__name__} is not a privacy event that can be recorded: {event!r}"
-        )
+        raise UnsupportedError(f"{type(event).__name__} is not a privacy event that can be recorded: {event!r}")
     out: dict[str, Any] = {"event_type": type(event).__name__}
     for name, kind in fields.items():
         value = getattr(event, name)
@@ -198,7 +196,8 @@ def canonical(event: DpEvent) -> dict[DpEvent, int]:
         precision = sum(count * (smallest / leaf.noise_multiplier) ** 2 for leaf, count in gaussians.items())
         leaves = {leaf: count for leaf, count in leaves.items() if leaf not in gaussians}
         leaves[GaussianDpEvent(smallest / math.sqrt(precision))] = 1
-    return leaves
+    # Sorted, so that the cost does not depend on the order, not even in its last digit.
+    return dict(sorted(leaves.items(), key=lambda item: repr(item[0])))
 
 
 def _collect(event: DpEvent, count: int, leaves: dict[DpEvent, int]) -> None:
@@ -229,8 +228,8 @@ def _collect_sampled(event: PoissonSampledDpEvent, count: int, leaves: dict[DpEv
             leaves[leaf] = leaves.get(leaf, 0) + times * count
         return
     parts = [leaf if times == 1 else SelfComposedDpEvent(leaf, times) for leaf, times in inner.items()]
-    # A tuple, so that the leaf can be a key; sorted, so that the order of the parts does not matter.
-    whole = parts[0] if len(parts) == 1 else ComposedDpEvent(tuple(sorted(parts, key=repr)))
+    # A tuple, so that the leaf can be a key.
+    whole = parts[0] if len(parts) == 1 else ComposedDpEvent(tuple(parts))
     leaf = PoissonSampledDpEvent(rate, whole)
     leaves[leaf] = leaves.get(leaf, 0) + count
 

@@ -50,18 +50,13 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
         entries = [
-            {"event": event_to_dict(entry.event), "count": entry.count, "setup": entry.setup}
-            for entry in self.entries
+            {"event": event_to_dict(entry.event), "count": entry.count, "setup": entry.setup} for entry in self.entries
         ]
         return {"version": _VERSION, "entries": entries}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the record by a saved one; if any of it is malformed or unknown, nothing changes."""
-        if (
-            not isinstance(state, dict)
-            or state.get("version") != _VERSION
-            or set(state) != {"version", "entries"}
-        ):
+        if not isinstance(state, dict) or state.get("version") != _VERSION or set(state) != {"version", "entries"}:
             raise CheckpointError(f"not a ledger of version {_VERSION}: {state!r:.200}")
         if not isinstance(state["entries"], list):
             raise CheckpointError("the ledger's entries must be a list")
@@ -70,9 +65,7 @@ class Ledger:
 
 def _load_entry(index: int, data: Any) -> Entry:
     if not isinstance(data, dict) or set(data) != {"event", "count", "setup"}:
-        raise CheckpointError(
-            f"ledger entry {index} must have the fields event, count and setup; got {data!r:.200}"
-        )
+        raise CheckpointError(f"ledger entry {index} must have the fields event, count and setup; got {data!r:.200}")
     if not isinstance(data["setup"], bool):
         raise CheckpointError(f"ledger entry {index}: setup must be true or false; got {data['setup']!r}")
     try:

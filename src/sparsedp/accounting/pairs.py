@@ -127,9 +127,7 @@ def _symmetric(bound: float, cdf: Callable[[Array], Array], survival: Callable[[
 
     def masses(edges: Array) -> tuple[Array, Array]:
         just_below = np.nextafter(-edges, -np.inf)
-        return _interval_masses(cdf(edges), survival(edges)), _interval_masses(
-            survival(just_below), cdf(just_below)
-        )
+        return _interval_masses(cdf(edges), survival(edges)), _interval_masses(survival(just_below), cdf(just_below))
 
     return Pair(-bound, bound, masses)
 

@@ -31,9 +31,7 @@ from sparsedp.accounting.pairs import Atoms, Pair, closed_form_pair, sampled_pai
 from sparsedp.errors import UnsupportedError
 
 _MIN_INTERVAL = 1e-10  # of the grid: below it, rounding errors exceed what a finer grid gains
-_OUTSIDE = (
-    1e-13  # how much of the tilted total may lie outside the window: about a share of delta, charged to it
-)
+_OUTSIDE = 1e-13  # how much of the tilted total may lie outside the window: about a share of delta, charged to it
 
 
 def pld_epsilon(leaves: Mapping[DpEvent, int], delta: float, relative_error: float) -> Estimate:
@@ -72,11 +70,7 @@ def _refine(
         gained = best.value - value
         if gained > 0:
             best = Estimate(value, error)
-        if (
-            error <= relative_error * value + negligible
-            or finest <= _MIN_INTERVAL
-            or value in (0.0, math.inf)
-        ):
+        if error <= relative_error * value + negligible or finest <= _MIN_INTERVAL or value in (0.0, math.inf):
             break
         if gained < 0.1 * relative_error * value:
             break  # what error there is does not come from the grid
@@ -129,9 +123,7 @@ def _find_tilt(grids: Sequence[Grid], counts: Sequence[int], point: _Point) -> f
             return total.value - tilt * total.mean <= math.log(point.delta) + headroom
         if total.mean >= point.epsilon:
             return True
-        return (
-            point.delta is not None and total.value - tilt * point.epsilon <= math.log(point.delta) + headroom
-        )
+        return point.delta is not None and total.value - tilt * point.epsilon <= math.log(point.delta) + headroom
 
     # At this tilt neighbouring points of the grid differ by e^40 in weight: only the largest loss is left.
     largest = 40.0 / grids[0].interval

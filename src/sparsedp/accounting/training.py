@@ -43,9 +43,7 @@ def get_epsilon(
     accountant: Accountant = "pld",
 ) -> float:
     """The epsilon of a run of `steps` steps on Poisson samples of rate `sample_rate`."""
-    event = training_event(
-        noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, mechanism=mechanism
-    )
+    event = training_event(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, mechanism=mechanism)
     return epsilon_of(event, delta, accountant)
 
 
@@ -62,8 +60,6 @@ def get_noise_multiplier(
     require_count("steps", steps, low=1)
 
     def make_event(sigma: float) -> DpEvent:
-        return training_event(
-            noise_multiplier=sigma, sample_rate=sample_rate, steps=steps, mechanism=mechanism
-        )
+        return training_event(noise_multiplier=sigma, sample_rate=sample_rate, steps=steps, mechanism=mechanism)
 
     return calibrate(make_event, target_epsilon, target_delta, accountant)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def mlp(batch: int, width: int = 1024, features: int = 512) -> Workload:
 
     def make(sparse: bool) -> nn.Module:
         sizes = [features, width, width, width]
-        layers = [part for a, b in zip(sizes, sizes[1:]) for part in (nn.Linear(a, b), nn.ReLU())]
+        layers = [part for a, b in pairwise(sizes) for part in (nn.Linear(a, b), nn.ReLU())]
         return nn.Sequential(*layers, nn.Linear(width, 1), nn.Flatten(0))
 
     return Workload("mlp", make, (torch.randn(batch, features), torch.rand(batch).round()))
@@ -43,7 +44,9 @@ def pctr(batch: int, scale: float) -> Workload:
     sizes = [max(3, int(size * scale)) for size in CRITEO_VOCABULARY]
     ids = torch.stack([torch.randint(size, (batch,)) for size in sizes], dim=1)
     return Workload(
-        "pctr", lambda sparse: PCTR(sizes, sparse=sparse), (torch.rand(batch, 13), ids, torch.rand(batch).round())
+        "pctr",
+        lambda sparse: PCTR(sizes, sparse=sparse),
+        (torch.rand(batch, 13), ids, torch.rand(batch).round()),
     )
 
 
@@ -90,7 +93,10 @@ def private_step(workload: Workload, watch: Stopwatch, **privacy: Any) -> Callab
 
 def bench_step(models: list[str], *, batch: int, repeats: int, scale: float) -> dict[str, Any]:
     """Times each model's plain and private step in turns. Returns what `--json` writes."""
-    makers: dict[str, Callable[[], Workload]] = {"mlp": lambda: mlp(batch), "pctr": lambda: pctr(batch, scale)}
+    makers: dict[str, Callable[[], Workload]] = {
+        "mlp": lambda: mlp(batch),
+        "pctr": lambda: pctr(batch, scale),
+    }
     rows = []
     for name in models:
         workload = makers[name]()

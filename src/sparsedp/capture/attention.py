@@ -23,7 +23,8 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _projections(
-    query: Tensor, key: Tensor, value: Tensor, packed: Tensor | None, separate: tuple[Tensor | None, ...], bias: Tensor | None
+    query: Tensor, key: Tensor, value: Tensor, packed: Tensor | None, separate: tuple[Tensor | None, ...],
+    bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     biases = (None, None, None) if bias is None else bias.chunk(3)
     if packed is None:
@@ -40,7 +41,8 @@ def _projections(
 def attention(
     query: Tensor, key: Tensor, value: Tensor, embed_dim_to_check: int, num_heads: int, in_proj_weight: Tensor | None,
     in_proj_bias: Tensor | None, bias_k: Tensor | None, bias_v: Tensor | None, add_zero_attn: bool, dropout_p: float,
-    out_proj_weight: Tensor, out_proj_bias: Tensor | None, training: bool = True, key_padding_mask: Tensor | None = None,
+    out_proj_weight: Tensor, out_proj_bias: Tensor | None, training: bool = True,
+    key_padding_mask: Tensor | None = None,
     need_weights: bool = True, attn_mask: Tensor | None = None, use_separate_proj_weight: bool = False,
     q_proj_weight: Tensor | None = None, k_proj_weight: Tensor | None = None, v_proj_weight: Tensor | None = None,
     static_k: Tensor | None = None, static_v: Tensor | None = None, average_attn_weights: bool = True,
@@ -57,7 +59,7 @@ def attention(
     separate = (q_proj_weight, k_proj_weight, v_proj_weight)
     packed = None if use_separate_proj_weight else in_proj_weight
     q, k, v = _projections(first, *pair, packed, separate, in_proj_bias)
-    batch, length = q.shape[0], q.shape[1]
+    batch = q.shape[0]
     mask = _additive(attn_mask, q.dtype)
     if mask is not None:
         mask = mask if mask.dim() == 2 else mask.unflatten(0, (batch, num_heads))

@@ -1,10 +1,10 @@
 """Watches a module's forward passes and collects every use of its private parameters.
 
 While the module runs, a `TorchFunctionMode` sees every torch operation. Each tensor is one of: computed from the batch
-(`UnitData`), computed from private parameters alone (`Expression`), or constant. An operation in which the first two meet is a
-use: it runs with the parameter detached, so that autograd never forms a weight gradient, and its output's gradient is
-kept with its input. An operation without a rule is refused. A use that is not seen leaves an ordinary gradient at the
-parameter, which raises.
+(`UnitData`), computed from private parameters alone (`Expression`), or constant. An operation in which the
+first two meet is a use: it runs with the parameter detached, so that autograd never forms a weight gradient,
+and its output's gradient is kept with its input. An operation without a rule is refused. A use that is not seen
+leaves an ordinary gradient at the parameter, which raises.
 """
 
 from __future__ import annotations
@@ -24,7 +24,20 @@ from sparsedp.capture.uses import ParameterUses, Use
 from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
 
 # Operations of two operands in which units on different axes meet every other unit.
-_ALIGNING = {"add", "sub", "mul", "div", "truediv", "matmul", "mm", "bmm", "where", "maximum", "minimum", "rsub"}
+_ALIGNING = {
+    "add",
+    "sub",
+    "mul",
+    "div",
+    "truediv",
+    "matmul",
+    "mm",
+    "bmm",
+    "where",
+    "maximum",
+    "minimum",
+    "rsub",
+}
 # Operations that normalise over the batch, and the argument that says whether they do.
 _BATCH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
 # Operations that take from a batch tensor only its shape, type or device.
@@ -110,7 +123,9 @@ class Capture:
             self._handles.append(module.register_forward_hook(_After(self), always_call=True))
         for name, parameter in self._module.named_parameters():
             hook = _ordinary_gradient_hook(name)
-            self._handles.append(parameter.register_post_accumulate_grad_hook(hook) if parameter.requires_grad else None)
+            self._handles.append(
+                parameter.register_post_accumulate_grad_hook(hook) if parameter.requires_grad else None
+            )
         self._handles = [handle for handle in self._handles if handle is not None]
 
     def detach(self) -> None:
@@ -140,7 +155,8 @@ class Capture:
             changed = [name for name, version in self._buffer_versions().items() if self._buffers.get(name) != version]
             if changed:
                 raise UnsupportedError(
-                    f"Buffer '{changed[0]}' was changed during forward. What a buffer keeps of private data reaches the "
+                    f"Buffer '{changed[0]}' was changed during forward. What a buffer keeps of private data "
+                    "reaches the "
                     "state_dict without noise. Keep such state outside of the module's buffers."
                 )
 
@@ -203,7 +219,8 @@ class Capture:
             raise SparseDPError(
                 f"The loss comes from a forward pass over {record.units} units, but the loader's current batch has "
                 f"{expected}. Every unit of a batch must pass through the module exactly once per forward call: do not "
-                "concatenate, repeat or cut batches (for micro-batches use max_physical_batch), and evaluate other data under "
+                "concatenate, repeat or cut batches (for micro-batches use max_physical_batch), and "
+                "evaluate other data under "
                 "torch.no_grad()."
             )
         if self._tape and self._tape[0].units != record.units:
@@ -303,7 +320,9 @@ class Capture:
     def _refuse_batch_statistics(self, name: str, args: tuple, kwargs: dict) -> None:
         """Normalisation over the batch, or with running statistics, also where its own weights are frozen."""
         position = 5  # of `training` or `use_input_stats`
-        uses_batch = kwargs.get(_BATCH_STATISTICS[name], args[position] if len(args) > position else name != "batch_norm")
+        uses_batch = kwargs.get(
+            _BATCH_STATISTICS[name], args[position] if len(args) > position else name != "batch_norm"
+        )
         stored = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
         if uses_batch and (name == "batch_norm" or stored is not None):
             raise UnsupportedError(
@@ -338,7 +357,8 @@ class Capture:
         if mixed is not None:
             if placed and name not in _SHAPE_ONLY and self.units > 1:
                 raise UnitsMixedError(
-                    f"Operation '{name}' combines each unit with '{mixed.operation}' over the whole batch, so one unit's "
+                    f"Operation '{name}' combines each unit with '{mixed.operation}' over the whole batch, "
+                    "so one unit's "
                     f"loss depends on the others and clipping bounds nothing{self._where()}. Use per-unit statistics "
                     "(LayerNorm instead of BatchNorm), or reduce over the batch only in the loss."
                 )
@@ -365,7 +385,8 @@ class Capture:
             distinct = {a for a in found if a is not None and a.fits(tensor.shape, self.units)}
             if len(distinct) > 1 and self.units > 1:
                 raise UnitsMixedError(
-                    f"Operation '{name}' compares every unit of the batch with every other one (in-batch negatives?), so "
+                    f"Operation '{name}' compares every unit of the batch with every other one (in-batch "
+                    "negatives?), so "
                     f"one unit's loss depends on the others and clipping bounds nothing{self._where()}. "
                     "Draw negatives from a public distribution instead."
                 )
@@ -430,7 +451,8 @@ def _ordinary_gradient_hook(name: str) -> Callable[[Tensor], None]:
         parameter.grad = None
         raise SparseDPError(
             f"An ordinary gradient arrived at private parameter '{name}': it was used where capture does not see it "
-            "(in the loss or elsewhere outside of the module's forward, in compiled or custom code, or as a penalty on the "
+            "(in the loss or elsewhere outside of the module's forward, in compiled or custom code, or as a "
+            "penalty on the "
             "weight itself). Move the use into forward(), use weight_decay for penalties, or freeze the parameter with "
             "requires_grad_(False). Nothing was written."
         )
@@ -440,7 +462,9 @@ def _ordinary_gradient_hook(name: str) -> Callable[[Tensor], None]:
 
 def _refuse_surroundings() -> None:
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise UnsupportedError("torch.autocast rounds per-unit gradients before they are clipped. Train without autocast.")
+        raise UnsupportedError(
+            "torch.autocast rounds per-unit gradients before they are clipped. Train without autocast."
+        )
     if torch._C._current_graph_task_id() != -1:
         raise UnsupportedError(
             "The module ran inside of backward (gradient checkpointing?), where its uses would be counted twice. "

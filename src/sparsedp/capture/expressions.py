@@ -1,9 +1,9 @@
 """Tensors that are computed from parameters alone, and where a gradient on them lands in the parameter.
 
-`emb.weight.T`, `in_proj_weight[:d]`, `position.weight[:L]`, `cls.expand(B, -1, -1)` are views: strides and storage offset say
-which element of the parameter each of their elements is. `position(torch.arange(L))` is a lookup with public ids.
-Anything else, `1 + weight` or `weight.exp()`, is computed: its per-unit gradient is carried to the parameter by autograd,
-which is affordable for parameters with few elements only.
+`emb.weight.T`, `in_proj_weight[:d]`, `position.weight[:L]`, `cls.expand(B, -1, -1)` are views: strides and
+storage offset say which element of the parameter each of their elements is. `position(torch.arange(L))` is a
+lookup with public ids. Anything else, `1 + weight` or `weight.exp()`, is computed: its per-unit gradient is
+carried to the parameter by autograd, which is affordable for parameters with few elements only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Expression:
 
     @property
     def offset(self) -> int:
-        return self.tensor.storage_offset() - self.parameters[0][1].storage_offset()
+        return int(self.tensor.storage_offset()) - int(self.parameters[0][1].storage_offset())
 
     @property
     def small(self) -> bool:

@@ -193,7 +193,10 @@ def _embedding_bag(capture: Capture, name: str, func: Callable, args: tuple, kwa
     out = F.embedding_bag(**bound)
     if out.shape[0] != capture.units:
         raise capture.refuse(
-            name, table.names, f"it forms {out.shape[0]} bags for {capture.units} units", "give every unit exactly one bag"
+            name,
+            table.names,
+            f"it forms {out.shape[0]} bags for {capture.units} units",
+            "give every unit exactly one bag",
         )
     units = capture.units
     bag_of = _bags(ids, offsets, bool(bound.get("include_last_offset")), units)
@@ -279,7 +282,8 @@ def _addmm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dic
 @rule("matmul", "mm", "mv", "rmatmul", "dot")
 def _matmul(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     bound = _bind(("input", "other"), args, kwargs)
-    left, right = bound["input"], bound.get("other", bound.get("mat2", bound.get("vec")))
+    left: Tensor = bound["input"]
+    right: Tensor = next(bound[key] for key in ("other", "mat2", "vec", "tensor") if key in bound)
     if name == "rmatmul":
         left, right = right, left
     if capture.is_data(left):
@@ -430,7 +434,8 @@ def _padding(
 
 @rule(
     "add", "radd", "iadd", "add_", "sub", "rsub", "isub", "sub_", "subtract", "mul", "rmul", "imul", "mul_", "multiply",
-    "div", "truediv", "rtruediv", "rdiv", "itruediv", "div_", "divide", "true_divide", "pow", "rpow", "maximum", "minimum",
+    "div", "truediv", "rtruediv", "rdiv", "itruediv", "div_", "divide", "true_divide", "pow", "rpow",
+    "maximum", "minimum",
     "where", "lerp", "addcmul", "addcdiv", "fmax", "fmin", "max", "min", "logaddexp", "atan2", "hypot",
 )  # fmt: skip
 def _elementwise(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
@@ -470,7 +475,9 @@ def _tap(capture: Capture, name: str, expression: Expression, axis: UnitAxis, nd
     value = expression.tensor.detach()
     if dim >= 0 and value.shape[dim] != 1:
         if size != units:
-            raise capture.refuse(name, expression.names, "units share an axis with positions", "unflatten the input first")
+            raise capture.refuse(
+                name, expression.names, "units share an axis with positions", "unflatten the input first"
+            )
         if not aligned_is_cheap(expression, dim):
             _require_small(capture, name, expression)
         return capture.record(value, lambda grad: place_aligned(expression, grad, dim), UnitAxis(dim))
@@ -498,9 +505,11 @@ def _require_placeable(capture: Capture, name: str, expression: Expression) -> N
 def _require_small(capture: Capture, name: str, expression: Expression) -> None:
     if not expression.small:
         raise capture.refuse(
-            name, expression.names, "the parameter is used through a computed copy or an unusual view, and is too large to "
+            name, expression.names, "the parameter is used through a computed copy or an unusual view,
+            and is too large to "
             "write out its gradient for every unit",
-            "apply the computation to the activations, or use nn.Linear, nn.Embedding, F.linear or x @ W on the parameter",
+            "apply the computation to the activations, or use nn.Linear, nn.Embedding, F.linear or x @ W on "
+            "the parameter",
         )  # fmt: skip
 
 
@@ -575,7 +584,10 @@ def _instance_norm(capture: Capture, name: str, func: Callable, args: tuple, kwa
     names = _names(capture, [t for t in (bound.get("weight"), bound.get("bias")) if t is not None])
     if bound.get("use_input_stats", True) and bound.get("running_mean") is not None:
         raise capture.refuse(
-            name, names, "it stores running statistics of the batch without noise", "set track_running_stats=False"
+            name,
+            names,
+            "it stores running statistics of the batch without noise",
+            "set track_running_stats=False",
         )
     x = bound["input"]
     weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
@@ -590,7 +602,10 @@ def _batch_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs
     if bound.get("training", False) or bound["running_mean"] is None:
         names = _names(capture, [t for t in (bound.get("weight"), bound.get("bias")) if t is not None])
         raise capture.refuse(
-            name, names, "its statistics mix the units of the batch", "use GroupNorm or LayerNorm, or put it in eval()"
+            name,
+            names,
+            "its statistics mix the units of the batch",
+            "use GroupNorm or LayerNorm, or put it in eval()",
         )
     weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
     return _scale_and_shift(capture, _follow(capture, x, F.batch_norm(**bound)), weight, bias)

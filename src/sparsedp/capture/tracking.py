@@ -119,7 +119,17 @@ def _dim_argument(args: tuple, kwargs: dict) -> Any:
 
 def _reduced_dims(name: str, source: Tensor, args: tuple, kwargs: dict) -> set[int]:
     arguments = args
-    if name in {"norm", "vector_norm", "quantile", "nanquantile", "topk", "kthvalue", "logsumexp", "std", "var"}:
+    if name in {
+        "norm",
+        "vector_norm",
+        "quantile",
+        "nanquantile",
+        "topk",
+        "kthvalue",
+        "logsumexp",
+        "std",
+        "var",
+    }:
         # The first number of these may be an order or a count, not a dimension.
         skip = 2 if name in {"norm", "vector_norm", "quantile", "nanquantile", "topk", "kthvalue"} else 1
         arguments = (None, *args[skip:])

@@ -314,10 +314,9 @@ def _own_square(piece: Use, units: int, known: RowNorms) -> Tensor:
 
 def _inner(one: Use, other: Use, units: int) -> Tensor:
     """Inner product of two uses' gradients, for each unit, (B,)."""
-    if isinstance(one, Lookup) and isinstance(other, Lookup):
-        return _lookup_norms(one, units)  # all lookups were merged, so this is one with itself
     if isinstance(one, Lookup):
-        return _lookup_inner(one, other, units)
+        # All lookups were merged into one, so two of them are one with itself.
+        return _lookup_norms(one, units) if isinstance(other, Lookup) else _lookup_inner(one, other, units)
     if isinstance(other, Lookup):
         return _lookup_inner(other, one, units)
     if isinstance(one, Linear) and isinstance(other, Linear):
@@ -371,9 +370,7 @@ def _built_inner(one: Built, other: Built) -> Tensor:
 
 def _lookup_inner(lookup: Lookup, other: Linear | Built, units: int) -> Tensor:
     positions = lookup.positions()
-    if isinstance(other, Linear) and (
-        other.inputs.shape[2] != positions.shape[1] or other.offset % positions.shape[1]
-    ):
+    if isinstance(other, Linear) and (other.inputs.shape[2] != positions.shape[1] or other.offset % positions.shape[1]):
         other = other.build()
     if isinstance(other, Linear):
         first, last = other.rows

@@ -41,17 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             question.add_argument("--target-epsilon", type=float, required=True)
             question.add_argument("--target-delta", type=float, required=True)
         question.add_argument("--sample-rate", type=float, help="probability that an example joins a batch")
-        question.add_argument(
-            "--batch-size", type=int, help="expected; with --dataset-size, instead of --sample-rate"
-        )
+        question.add_argument("--batch-size", type=int, help="expected; with --dataset-size, instead of --sample-rate")
         question.add_argument("--dataset-size", type=int, help="number of examples")
         question.add_argument("--steps", type=int)
         question.add_argument("--epochs", type=int, help="instead of --steps")
         question.add_argument("--accountant", choices=["pld", "rdp"], default="pld")
         question.add_argument("--json", action="store_true", help="print JSON")
-        question.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS
-        )
+        question.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,9 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _rate_and_steps(args: argparse.Namespace) -> tuple[float, int]:
     sizes = args.batch_size, args.dataset_size
-    if (args.sample_rate is None) == (None in sizes) or (
-        args.sample_rate is not None and sizes != (None, None)
-    ):
+    if (args.sample_rate is None) == (None in sizes) or (args.sample_rate is not None and sizes != (None, None)):
         raise ConfigError("give either --sample-rate, or both --batch-size and --dataset-size")
     if (args.steps is None) == (args.epochs is None):
         raise ConfigError("give either --steps or --epochs")
@@ -101,8 +95,7 @@ def _rate_and_steps(args: argparse.Namespace) -> tuple[float, int]:
     else:
         if not 1 <= args.batch_size <= args.dataset_size:
             raise ConfigError(
-                "--batch-size must be between 1 and --dataset-size; "
-                f"got {args.batch_size} and {args.dataset_size}"
+                f"--batch-size must be between 1 and --dataset-size; got {args.batch_size} and {args.dataset_size}"
             )
         rate, epoch = args.batch_size / args.dataset_size, math.ceil(args.dataset_size / args.batch_size)
     return rate, args.steps if args.steps is not None else args.epochs * epoch

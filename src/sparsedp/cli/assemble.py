@@ -170,9 +170,7 @@ def load_data(config: Config, progress: Callable[[int], None] | None = None) -> 
     by_days = isinstance(source.held_out, list)
     training, held_out = log.split(source.held_out, by="periods" if by_days else "tail")
     if len(training) == 0:
-        raise ConfigError(
-            f"data.held_out: {source.held_out} leaves nothing of the {len(log)} rows to train on"
-        )
+        raise ConfigError(f"data.held_out: {source.held_out} leaves nothing of the {len(log)} rows to train on")
     return Data(training, held_out if len(held_out) else None, log.collate)
 
 
@@ -202,15 +200,11 @@ def make_model(config: Config, training: Any) -> nn.Module:
     if isinstance(chosen, OwnModel):
         model = _call(chosen.kind, "model", chosen.options, training)
         if not isinstance(model, nn.Module):
-            raise ConfigError(
-                f"model.kind: {chosen.kind} returned {type(model).__name__}; expected a torch.nn.Module"
-            )
+            raise ConfigError(f"model.kind: {chosen.kind} returned {type(model).__name__}; expected a torch.nn.Module")
         return model
     if not hasattr(training, "vocabulary_sizes"):
         raise ConfigError("model.kind: pctr needs a click log; this data set has no vocabulary_sizes")
-    return PCTR(
-        training.vocabulary_sizes, hidden=chosen.hidden, hidden_layers=chosen.hidden_layers, dims=chosen.dim
-    )
+    return PCTR(training.vocabulary_sizes, hidden=chosen.hidden, hidden_layers=chosen.hidden_layers, dims=chosen.dim)
 
 
 def make_loss(config: Config) -> Loss:
@@ -274,8 +268,7 @@ def _find(address: str, key: str) -> Callable[..., Any]:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # an import inside the user's module failed
         raise ConfigError(
-            f"{key}: there is no module {error.name!r} for {address}, neither installed nor in the current "
-            "directory"
+            f"{key}: there is no module {error.name!r} for {address}, neither installed nor in the current directory"
         ) from error
     for part in name.split("."):
         if not hasattr(found, part):

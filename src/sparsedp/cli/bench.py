@@ -16,16 +16,10 @@ MODELS = ("mlp", "pctr")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Measure speed on this machine, as ratios of interleaved repeats."
     kinds = parser.add_subparsers(dest="what", required=True)
-    step = kinds.add_parser(
-        "step", help="a private step against a plain PyTorch one, with a breakdown by stage"
-    )
-    step.add_argument(
-        "--model", choices=MODELS, action="append", help="which model (default: all); may be repeated"
-    )
+    step = kinds.add_parser("step", help="a private step against a plain PyTorch one, with a breakdown by stage")
+    step.add_argument("--model", choices=MODELS, action="append", help="which model (default: all); may be repeated")
     step.add_argument("--batch", type=int, default=2048, help="units in a batch (default: %(default)s)")
-    step.add_argument(
-        "--repeats", type=int, default=20, help="repeats of each variant (default: %(default)s)"
-    )
+    step.add_argument("--repeats", type=int, default=20, help="repeats of each variant (default: %(default)s)")
     step.add_argument(
         "--scale",
         type=float,
@@ -52,9 +46,7 @@ def _milliseconds(timing: dict[str, float]) -> str:
 
 
 def _show(console: Console, result: dict[str, Any]) -> None:
-    table = Table(
-        title=f"Private step ({result['mechanism']}) against plain PyTorch SGD; best / median ± spread, ms"
-    )
+    table = Table(title=f"Private step ({result['mechanism']}) against plain PyTorch SGD; best / median ± spread, ms")
     for column in ("model", "batch", "plain", "private", "ratio of best", "ratio of median"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for row in result["rows"]:

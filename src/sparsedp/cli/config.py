@@ -192,8 +192,6 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
         return [
             found
             for name in names
-            for found in differences(
-                getattr(old, name), getattr(new, name), f"{path}.{name}" if path else name
-            )
+            for found in differences(getattr(old, name), getattr(new, name), f"{path}.{name}" if path else name)
         ]
     return [] if old == new else [path]

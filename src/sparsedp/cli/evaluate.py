@@ -35,9 +35,7 @@ def evaluate(config: Config, model: nn.Module, loss: Loss, data: Data) -> dict[s
                 outputs.append(output)
                 targets.append(target)
     if not np.isfinite(total):
-        raise SparseDPError(
-            f"The loss on the held-out data is {total}: the weights have diverged. Lower optimizer.lr."
-        )
+        raise SparseDPError(f"The loss on the held-out data is {total}: the weights have diverged. Lower optimizer.lr.")
     if config.loss != "binary_cross_entropy":
         return {"loss": total / seen}
     logits, labels = torch.cat(outputs).flatten().numpy(), torch.cat(targets).flatten().numpy()

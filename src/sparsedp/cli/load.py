@@ -52,11 +52,7 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     try:
         return _absolute(build(Config, values))
     except SchemaError as error:
-        mine = [
-            key
-            for key in changed
-            if f"{error.path}.".startswith(f"{key}.") or key.startswith(f"{error.path}.")
-        ]
+        mine = [key for key in changed if f"{error.path}.".startswith(f"{key}.") or key.startswith(f"{error.path}.")]
         where = f"--set {mine[-1]}" if mine else path.name
         raise ConfigError(f"{where}: {error}{_elsewhere(error.path)}") from None
 

@@ -192,9 +192,7 @@ def _summary(report: dict[str, Any]) -> Table:
             ("time", f"{step:,.0f} ms a step, {whole:,.0f} s in all, without evaluation"),
         ]
     rows.append(("memory", f"about {_megabytes(memory['total'])}, beside Python and the data:"))
-    rows += [
-        (f"  {name.replace('_', ' ')}", _megabytes(size)) for name, size in memory.items() if name != "total"
-    ]
+    rows += [(f"  {name.replace('_', ' ')}", _megabytes(size)) for name, size in memory.items() if name != "total"]
     for row in rows:
         table.add_row(*row)
     return table
@@ -207,7 +205,5 @@ def _tables(report: dict[str, Any]) -> Table:
         table.add_row(entry["name"], f"{entry['rows']:,} x {entry['dim']}", _megabytes(entry["bytes"]))
     if rest := largest[_TABLES_SHOWN:]:
         rows = sum(entry["rows"] for entry in rest)
-        table.add_row(
-            f"{len(rest)} more", f"{rows:,} rows", _megabytes(sum(entry["bytes"] for entry in rest))
-        )
+        table.add_row(f"{len(rest)} more", f"{rows:,} rows", _megabytes(sum(entry["bytes"] for entry in rest)))
     return table

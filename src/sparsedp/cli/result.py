@@ -79,19 +79,13 @@ class RunResult:
     def _lines(self) -> list[tuple[str, str]]:
         lines = []
         if "auc" in self.metrics:
-            planted = (
-                ""
-                if self.planted_auc is None
-                else f"; {self.planted_auc:.4f} for the model that drew the clicks"
-            )
+            planted = "" if self.planted_auc is None else f"; {self.planted_auc:.4f} for the model that drew the clicks"
             lines.append(("AUC, held out", f"{self.metrics['auc']:.4f} (0.5 for guessing{planted})"))
             lines.append(("log loss, held out", f"{self.metrics['log_loss']:.4f}"))
         if "loss" in self.metrics:
             lines.append(("loss, held out", f"{self.metrics['loss']:.4f}"))
         if self.statement.holds:
-            lines.append(
-                ("privacy", f"epsilon {self.statement.epsilon:.4g} at delta {self.statement.delta:.3g}")
-            )
+            lines.append(("privacy", f"epsilon {self.statement.epsilon:.4g} at delta {self.statement.delta:.3g}"))
         else:
             lines.append(("privacy", "NONE (epsilon is infinite)"))
         if self.dense_size:
@@ -100,11 +94,7 @@ class RunResult:
             against = "dense" if times == 1 else f"{times:,.1f} times smaller than dense"
             lines.append(("embedding gradient", f"{sizes} ({against})"))
             lines.append(("rows touched", f"{self.rows_touched:,.0f} a step"))
-        lines.append(
-            ("time", f"{self.totals.seconds:.1f} s, of which {self.totals.training_seconds:.1f} s in steps")
-        )
-        lines.append(
-            ("speed", f"{self.examples_per_second:,.0f} examples/s over {self.totals.steps:,} steps")
-        )
+        lines.append(("time", f"{self.totals.seconds:.1f} s, of which {self.totals.training_seconds:.1f} s in steps"))
+        lines.append(("speed", f"{self.examples_per_second:,.0f} examples/s over {self.totals.steps:,} steps"))
         lines.append(("run folder", str(self.run_dir)))
         return lines

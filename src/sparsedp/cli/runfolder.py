@@ -50,9 +50,7 @@ class RunFolder:
             raise ConfigError(f"{path} is not the folder of a run: it has no config.yaml")
         folder = RunFolder(path)
         if not folder.checkpoint.is_file():
-            raise SparseDPError(
-                f"{path} has no checkpoint: that run ended before its first one. Start it again."
-            )
+            raise SparseDPError(f"{path} has no checkpoint: that run ended before its first one. Start it again.")
         return folder, load_config(path / "config.yaml")
 
     def write_config(self, config: Config) -> None:
@@ -90,9 +88,7 @@ class RunFolder:
 
 def refuse_used_folder(path: Path) -> None:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(
-            f"{path} exists and is not empty. Name another folder, or continue its run with --resume."
-        )
+        raise ConfigError(f"{path} exists and is not empty. Name another folder, or continue its run with --resume.")
 
 
 def _default_path(name: str) -> Path:

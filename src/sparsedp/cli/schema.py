@@ -41,18 +41,14 @@ class Range:
 
     def __str__(self) -> str:
         low = f"{'above' if self.low_open else 'of at least'} {self.low:g}" if math.isfinite(self.low) else ""
-        high = (
-            f"{'below' if self.high_open else 'of at most'} {self.high:g}" if math.isfinite(self.high) else ""
-        )
+        high = f"{'below' if self.high_open else 'of at most'} {self.high:g}" if math.isfinite(self.high) else ""
         return " and ".join(filter(None, (low, high)))
 
 
 def build(kind: type[T], values: Any, path: str = "") -> T:
     """The mapping `values` as the dataclass `kind`, whose `__post_init__` may raise SchemaError for a key."""
     if not isinstance(values, Mapping):
-        raise SchemaError(
-            path, f"expected a mapping with the keys {', '.join(keys_of(kind))}; got {_shown(values)}"
-        )
+        raise SchemaError(path, f"expected a mapping with the keys {', '.join(keys_of(kind))}; got {_shown(values)}")
     hints = get_type_hints(kind, include_extras=True)
     for key in values:
         if key not in hints:
@@ -115,9 +111,7 @@ def _converted(hint: Any, value: Any, path: str) -> Any:
     if hint is bool or isinstance(value, bool):
         return value if hint is bool and isinstance(value, bool) else _NO
     if hint is int:
-        whole = isinstance(value, int) or (
-            isinstance(value, float) and value.is_integer()
-        )  # 1e6 is a whole number
+        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # 1e6 is a whole number
         return int(value) if whole else _NO
     if hint is float:
         return float(value) if isinstance(value, (int, float)) else _NO

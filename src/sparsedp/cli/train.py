@@ -57,12 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume", metavar="RUN", type=Path, help="go on with the run in this folder, from its checkpoint"
     )
-    parser.add_argument(
-        "--run-dir", metavar="DIR", type=Path, help="the folder to write (runs/<name>-<time>)"
-    )
-    parser.add_argument(
-        "--json", action="store_true", help="print the result as JSON; everything else goes to stderr"
-    )
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the folder to write (runs/<name>-<time>)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON; everything else goes to stderr")
     parser.add_argument("--quiet", action="store_true", help="show the result only")
 
 
@@ -78,9 +74,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=args.json, highlight=False)
     reporter = make_reporter(console, args.quiet)
     resume = args.resume is not None
-    result = run_training(
-        config, args.resume or args.run_dir, resume=resume, reporter=reporter, on_signals=True
-    )
+    result = run_training(config, args.resume or args.run_dir, resume=resume, reporter=reporter, on_signals=True)
     if args.json:
         print(json.dumps(plain(result.to_dict()), indent=2))
     if not result.finished:
@@ -135,11 +129,7 @@ def run_training(
         batch = data.examples(_CHECK_BATCH)
         reduction = config.privacy.loss_reduction
         reporter.say(
-            str(
-                check(
-                    model, make_loss(config), batch, units=_CHECK_UNITS, loss_reduction=reduction, take=take
-                )
-            )
+            str(check(model, make_loss(config), batch, units=_CHECK_UNITS, loss_reduction=reduction, take=take))
         )
     prepared = prepare(config, data, model)
     _describe(prepared, reporter)
@@ -177,11 +167,7 @@ def _load(config: Config, reporter: Reporter) -> Data:
 
 def _describe(prepared: Prepared, reporter: Reporter) -> None:
     plan = prepared.engine.plan
-    budget = (
-        ""
-        if plan.target_epsilon is None
-        else f" for epsilon {plan.target_epsilon:g} at delta {prepared.delta:g}"
-    )
+    budget = "" if plan.target_epsilon is None else f" for epsilon {plan.target_epsilon:g} at delta {prepared.delta:g}"
     reporter.say(f"Model: {sum(p.numel() for p in prepared.model.parameters()):,} parameters")
     reporter.say(
         f"Plan: {plan.mechanism.name}, noise multiplier {plan.noise_multiplier:.4g}{budget}; "
@@ -292,9 +278,7 @@ class _Training:
         if self.evaluation:
             epsilon = self.parts.engine.get_epsilon(self.parts.delta)
             self.folder.log({"kind": "evaluation", "step": self.step, **self.evaluation, "epsilon": epsilon})
-            values = "  ".join(
-                f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.evaluation.items()
-            )
+            values = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.evaluation.items())
             self.reporter.say(f"Held out, after step {self.step}: {values}  (epsilon {epsilon:.3f})")
 
     def save(self) -> None:

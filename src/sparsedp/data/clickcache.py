@@ -198,9 +198,7 @@ def read_vocabulary(directory: Path, header: dict[str, Any]) -> HashVocabulary |
 def open_arrays(directory: Path, header: dict[str, Any]) -> dict[str, np.ndarray]:
     """The arrays of a cache, memory-mapped and read-only."""
     return {
-        name: np.memmap(
-            directory / f"{name}.bin", ARRAYS[name][0], mode="r", shape=(header["rows"], *ARRAYS[name][1])
-        )
+        name: np.memmap(directory / f"{name}.bin", ARRAYS[name][0], mode="r", shape=(header["rows"], *ARRAYS[name][1]))
         for name in header["arrays"]
     }
 
@@ -341,9 +339,7 @@ def _parsed_blocks(path: Path, layout: Layout, summary: ReadSummary) -> Iterator
             summary.rows += len(block.labels)
             summary.malformed += block.malformed
             for line, reason, where in block.bad[: KEPT_MALFORMED - len(summary.first)].tolist():
-                summary.first.append(
-                    MalformedLine(path.name, before + line + 1, explain(layout, reason, where))
-                )
+                summary.first.append(MalformedLine(path.name, before + line + 1, explain(layout, reason, where)))
             before += block.lines
             yield block
 

@@ -222,9 +222,7 @@ def open_click_log(
     called with the number of rows read so far.
     """
     if not 0 <= max_malformed <= 1:
-        raise ConfigError(
-            f"open_click_log: max_malformed must be a share between 0 and 1, got {max_malformed!r}"
-        )
+        raise ConfigError(f"open_click_log: max_malformed must be a share between 0 and 1, got {max_malformed!r}")
     directory = clickcache.cached(
         clickcache.find_sources(paths),
         Path(cache_dir).absolute(),

@@ -187,9 +187,7 @@ def write_click_log(
         raise ConfigError(f"write_click_log: the log has days, so that {os.fspath(path)!r} must hold {{day}}")
     else:
         days = np.unique(log.periods).tolist()
-        parts = [
-            (Path(os.fspath(path).replace("{day}", str(d))), np.flatnonzero(log.periods == d)) for d in days
-        ]
+        parts = [(Path(os.fspath(path).replace("{day}", str(d))), np.flatnonzero(log.periods == d)) for d in days]
     for file, where in parts:
         rows = where if log._indices is None else log._indices[where]
         codes = category_code(columns, log._categories[rows].astype(np.int64))

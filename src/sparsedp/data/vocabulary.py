@@ -41,9 +41,7 @@ class HashVocabulary:
 
     @property
     def sizes(self) -> list[int]:
-        return (
-            [self.buckets] * CATEGORIES if isinstance(self.buckets, int) else [int(b) for b in self.buckets]
-        )
+        return [self.buckets] * CATEGORIES if isinstance(self.buckets, int) else [int(b) for b in self.buckets]
 
     def options(self) -> dict[str, Any]:
         return {"kind": "hash", "buckets": self.sizes}
@@ -81,9 +79,7 @@ class GivenVocabulary:
         names = [f"C{j + 1}" for j in range(CATEGORIES)]
         if isinstance(entries, Mapping):
             if set(entries) != set(names):
-                raise ConfigError(
-                    f"GivenVocabulary: keys C1 to C{CATEGORIES} expected, got {list(entries)[:30]}"
-                )
+                raise ConfigError(f"GivenVocabulary: keys C1 to C{CATEGORIES} expected, got {list(entries)[:30]}")
             entries = [entries[name] for name in names]
         if not isinstance(entries, Sequence) or len(entries) != CATEGORIES:
             raise ConfigError(f"GivenVocabulary: a list of {CATEGORIES} features expected")
@@ -237,9 +233,7 @@ def _codes_and_rows(entry: Values, name: str) -> tuple[np.ndarray, np.ndarray]:
         except (TypeError, ValueError):
             code = -1
         if not 0 <= code < 16**15:
-            raise ConfigError(
-                f"GivenVocabulary: {name} holds {value!r}, not a hex number of at most 15 digits"
-            )
+            raise ConfigError(f"GivenVocabulary: {name} holds {value!r}, not a hex number of at most 15 digits")
         codes.append(code)
     if len(set(codes)) < len(codes):
         raise ConfigError(f"GivenVocabulary: {name} holds a value twice")

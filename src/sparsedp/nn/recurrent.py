@@ -49,9 +49,7 @@ class _Recurrent(nn.Module):
         if not 0 <= dropout <= 1:
             raise ValueError(f"{name}: dropout={dropout} must be a probability.")
         if dropout and num_layers == 1:
-            warnings.warn(
-                f"{name}: dropout={dropout} acts between layers, and there is one layer only.", stacklevel=3
-            )
+            warnings.warn(f"{name}: dropout={dropout} acts between layers, and there is one layer only.", stacklevel=3)
         self.input_size = input_size
         self.hidden_size = hidden_size
         self.num_layers = num_layers

@@ -133,9 +133,7 @@ class PrivateLoader(DataLoader[Any]):
         self._feed.source = self._draws.physical(self._next, infos)
         return self._batches(super().__iter__(), infos, self._next, self._pass)
 
-    def _batches(
-        self, fetched: Iterator[Any], infos: deque[BatchInfo], start: Place, number: int
-    ) -> Iterator[Any]:
+    def _batches(self, fetched: Iterator[Any], infos: deque[BatchInfo], start: Place, number: int) -> Iterator[Any]:
         """The batches of one pass, with the empty ones in their places and `current` set before each."""
         batch: Any = None
         while batch is not _END:
@@ -151,9 +149,7 @@ class PrivateLoader(DataLoader[Any]):
         self._require_live(number)
         end = start.step + self.steps_per_epoch - start.position
         if infos or (end > start.step and self._done.step != end):
-            raise SparseDPError(
-                "The data set or its workers stopped before the epoch ended: batches were lost."
-            )
+            raise SparseDPError("The data set or its workers stopped before the epoch ended: batches were lost.")
         self._done = self._next = Place(end, start.epoch + 1, 0)
 
     def _announce(self, info: BatchInfo, start: Place, number: int) -> None:
