@@ -505,12 +505,12 @@ def _require_placeable(capture: Capture, name: str, expression: Expression) -> N
 def _require_small(capture: Capture, name: str, expression: Expression) -> None:
     if not expression.small:
         raise capture.refuse(
-            name, expression.names, "the parameter is used through a computed copy or an unusual view,
-            and is too large to "
-            "write out its gradient for every unit",
-            "apply the computation to the activations, or use nn.Linear, nn.Embedding, F.linear or x @ W on "
-            "the parameter",
-        )  # fmt: skip
+            name,
+            expression.names,
+            "the parameter is used through a computed copy or an unusual view, and is too large to write out its gradient "
+            "for every unit",
+            "apply the computation to the activations, or use nn.Linear, nn.Embedding, F.linear or x @ W on the parameter",
+        )
 
 
 @rule("cat", "concat", "concatenate", "stack")

@@ -227,7 +227,7 @@ class _Training:
 
     def _train(self, should_stop: Callable[[int], bool]) -> None:
         settings = self.config.training
-        while self.step < self.parts.steps:
+        while self.step < self.parts.steps and not should_stop(self.step):
             for done in steps_of_epoch(self.parts):
                 step, row = self.step, self._count(done)
                 if step % settings.log_every == 0 or step == self.parts.steps:
