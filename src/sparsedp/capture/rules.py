@@ -507,9 +507,11 @@ def _require_small(capture: Capture, name: str, expression: Expression) -> None:
         raise capture.refuse(
             name,
             expression.names,
-            "the parameter is used through a computed copy or an unusual view, and is too large to write out its gradient "
+            "the parameter is used through a computed copy or an unusual view, and is too large to write "
+            "out its gradient "
             "for every unit",
-            "apply the computation to the activations, or use nn.Linear, nn.Embedding, F.linear or x @ W on the parameter",
+            "apply the computation to the activations, or use nn.Linear, nn.Embedding, F.linear or x @ W on "
+            "the parameter",
         )
 
 
