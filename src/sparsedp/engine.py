@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 from torch import nn
 from torch.optim import Optimizer
@@ -30,13 +30,13 @@ _NOISE, _SAMPLING = 0, 1  # the purposes that the engine's key is split into
 class PrivacyEngine:
     """One engine trains one module.
 
-    `accountant` is "pld" (tight) or "rdp". With a `seed` a run can be repeated exactly, for tests; its
-    statement then says that the result must not be released.
+    `accountant` is "pld" (tight), "rdp", or "dp_accounting" (that library's own PLD). With a `seed` a run can be
+    repeated exactly, for tests; its statement then says that the result must not be released.
     """
 
     def __init__(self, accountant: Accountant = "pld", seed: int | None = None) -> None:
-        if accountant not in ("pld", "rdp"):
-            raise ValueError(f"accountant must be 'pld' or 'rdp', not {accountant!r}")
+        if accountant not in get_args(Accountant):
+            raise ValueError(f"accountant must be one of {', '.join(get_args(Accountant))}, not {accountant!r}")
         self.accountant: Accountant = accountant
         self.ledger = Ledger()
         self._seed = seed

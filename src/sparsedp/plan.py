@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import dp_accounting
 
-from sparsedp.accounting.calibration import calibrate
+from sparsedp.accounting import calibrate, training_event
 from sparsedp.accounting.epsilon import Accountant, epsilon_of
 from sparsedp.clipping import Clipping
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
@@ -64,7 +64,12 @@ class PrivacyPlan:
 
     def event(self, steps: int) -> dp_accounting.DpEvent:
         """The privacy event of a run of `steps` steps."""
-        return run_event(self.mechanism, self.noise_multiplier, self.sample_rate, steps)
+        return self._event(self.noise_multiplier, steps)
+
+    def _event(self, noise_multiplier: float, steps: int) -> dp_accounting.DpEvent:
+        return training_event(
+            noise_multiplier=noise_multiplier, sample_rate=self.sample_rate, steps=steps, mechanism=self.mechanism
+        )
 
     def epsilon(self, steps: int, delta: float) -> float:
         return epsilon_of(self.event(steps), delta, self.accountant)
@@ -72,7 +77,7 @@ class PrivacyPlan:
     def calibrated(self, *, target_epsilon: float, target_delta: float, steps: int) -> PrivacyPlan:
         """This plan with the smallest noise whose epsilon after `steps` steps does not exceed the target."""
         noise = calibrate(
-            lambda sigma: run_event(self.mechanism, sigma, self.sample_rate, steps),
+            lambda sigma: self._event(sigma, steps),
             target_epsilon,
             target_delta,
             self.accountant,
@@ -113,11 +118,3 @@ class PrivacyPlan:
             for key in keys
             if mine.get(key) != other.get(key)
         ]
-
-
-def run_event(mechanism: Mechanism, noise_multiplier: float, sample_rate: float, steps: int) -> dp_accounting.DpEvent:
-    """The one-off event of the mechanism, if any, and `steps` times that of a step."""
-    step = mechanism.step_event(noise_multiplier, sample_rate)
-    training = dp_accounting.SelfComposedDpEvent(step, steps)
-    setup = mechanism.setup_event()
-    return training if setup is None else dp_accounting.ComposedDpEvent([setup, training])

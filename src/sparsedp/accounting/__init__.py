@@ -1,7 +1,7 @@
 """Privacy accounting: an event says what happened, a ledger what ran, an accountant what it costs."""
 
 from sparsedp.accounting.calibration import calibrate
-from sparsedp.accounting.epsilon import delta_of, epsilon_of
+from sparsedp.accounting.epsilon import Accountant, delta_of, epsilon_of
 from sparsedp.accounting.events import (
     ExponentialMechanismDpEvent,
     combined_multiplier,
@@ -15,6 +15,7 @@ from sparsedp.accounting.ledger import Ledger
 from sparsedp.accounting.training import HasPrivacyCost, get_epsilon, get_noise_multiplier, training_event
 
 __all__ = [
+    "Accountant",
     "ExponentialMechanismDpEvent",
     "HasPrivacyCost",
     "Ledger",

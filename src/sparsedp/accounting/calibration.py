@@ -36,16 +36,25 @@ def calibrate(
         # Takes milliseconds, and is still an upper bound: it can only ask for too much noise.
         return epsilon_of(make_event(sigma), delta, accountant, relative_error=0.1)
 
-    least = coarse_cost(_MAX_SIGMA)
-    if least > target and (least := cost(_MAX_SIGMA)) > target:
+    try:
+        guess, factor = _search(coarse_cost, target, 1.0, 2.0, 0.05), 1.03
+    except _OutOfReachError:
+        guess, factor = 1.0, 2.0  # perhaps only of the coarse bound
+    try:
+        return _search(cost, target, guess, factor, tolerance)
+    except _OutOfReachError as error:
+        hint = ' "rdp" cannot show an epsilon far below 0.02 at all; "pld" can.' if accountant == "rdp" else ""
         raise SparseDPError(
             f"target_epsilon={target:g} at target_delta={delta:g} cannot be reached: even with a noise "
-            f"multiplier of {_MAX_SIGMA:g} the {accountant} accountant gives epsilon={least:.6g}, from what "
-            "that noise does not cover, such as a selection made before training. Raise the target, or spend "
-            "less on that."
-        )
-    guess = _search(coarse_cost, target, 1.0, 2.0, 0.05)
-    return _search(cost, target, guess, 1.03, tolerance)
+            f"multiplier of {_MAX_SIGMA:g} the {accountant} accountant gives epsilon={error.epsilon:.6g}, from "
+            "what that noise does not cover, such as a selection made before training. Raise the target, or "
+            f"spend less on that.{hint}"
+        ) from None
+
+
+class _OutOfReachError(Exception):
+    def __init__(self, epsilon: float) -> None:
+        self.epsilon = epsilon
 
 
 def _search(cost: Callable[[float], float], target: float, guess: float, factor: float, tolerance: float) -> float:
@@ -82,9 +91,10 @@ def _bracket(
     while True:
         sigma = min(fails[0] * factor, _MAX_SIGMA)
         value = cost(sigma)
-        if value <= target or sigma == _MAX_SIGMA:
-            # At the largest sigma `calibrate` has seen the target met.
+        if value <= target:
             return (sigma, value), fails
+        if sigma == _MAX_SIGMA:
+            raise _OutOfReachError(value)
         fails = sigma, value
         factor **= 2
 

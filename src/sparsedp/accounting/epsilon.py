@@ -1,7 +1,7 @@
 """What events cost: epsilon at a delta, or delta at an epsilon. Always an upper bound."""
 
 import math
-from typing import Literal
+from typing import Literal, get_args
 
 import dp_accounting
 from dp_accounting import DpEvent, GaussianDpEvent, NonPrivateDpEvent
@@ -12,9 +12,10 @@ from sparsedp.accounting.events import ExponentialMechanismDpEvent, canonical, r
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.accounting.pld import pld_delta, pld_epsilon
 from sparsedp.accounting.rdp import rdp_delta, rdp_epsilon
+from sparsedp.accounting.reference import reference_delta, reference_epsilon
 from sparsedp.errors import ConfigError, UnsupportedError
 
-Accountant = Literal["pld", "rdp"]
+Accountant = Literal["pld", "rdp", "dp_accounting"]
 
 
 def epsilon_of(
@@ -35,6 +36,8 @@ def epsilon_of(
         return math.inf
     if accountant == "rdp":
         return max(0.0, rdp_epsilon(leaves, delta))
+    if accountant == "dp_accounting":
+        return reference_epsilon(leaves, delta)
     first = next(iter(leaves))
     if len(leaves) == 1 and isinstance(first, GaussianDpEvent):
         # The root is found to 1e-12; up, so that it is a bound.
@@ -65,6 +68,8 @@ def delta_of(
         return 1.0
     if accountant == "rdp":
         return min(1.0, rdp_delta(leaves, epsilon))
+    if accountant == "dp_accounting":
+        return reference_delta(leaves, epsilon)
     first = next(iter(leaves))
     if len(leaves) == 1 and isinstance(first, GaussianDpEvent):
         return _gaussian_delta(first.noise_multiplier, epsilon)
@@ -78,8 +83,8 @@ def delta_of(
 
 
 def _leaves(event: DpEvent | Ledger, accountant: str) -> dict[DpEvent, int]:
-    if accountant not in ("pld", "rdp"):
-        raise ConfigError(f'accountant must be "pld" or "rdp"; got {accountant!r}')
+    if accountant not in get_args(Accountant):
+        raise ConfigError(f'accountant must be "pld", "rdp" or "dp_accounting"; got {accountant!r}')
     return canonical(event.event() if isinstance(event, Ledger) else event)
 
 

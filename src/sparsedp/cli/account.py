@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         question.add_argument("--dataset-size", type=int, help="number of examples")
         question.add_argument("--steps", type=int)
         question.add_argument("--epochs", type=int, help="instead of --steps")
-        question.add_argument("--accountant", choices=["pld", "rdp"], default="pld")
+        question.add_argument("--accountant", choices=["pld", "rdp", "dp_accounting"], default="pld")
         question.add_argument("--json", action="store_true", help="print JSON")
         question.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 

@@ -91,8 +91,6 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
         collate_fn=data.collate,
         num_workers=training.workers,
         worker_init_fn=leave_signals_to_the_main_process,
-        # Its own: a pass starts with a draw from it, else from torch's global one, and resuming adds a pass.
-        generator=torch.Generator(),
     )
     engine = PrivacyEngine(accountant=privacy.accountant, seed=training.seed)
     delta = default_delta(len(data.training)) if privacy.target_delta is None else privacy.target_delta

@@ -145,7 +145,7 @@ class PrivacyConfig:
     noise_multiplier: NotNegative | None = None
     clipping: Literal["flat", "automatic"] = "flat"
     mechanism: dict[str, Any] = field(default_factory=lambda: {"name": "dpsgd"})
-    accountant: Literal["pld", "rdp"] = "pld"
+    accountant: Literal["pld", "rdp", "dp_accounting"] = "pld"
     poisson_sampling: bool = True
     loss_reduction: Literal["mean", "sum"] = "mean"
 

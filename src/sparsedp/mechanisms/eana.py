@@ -1,0 +1,40 @@
+"""EANA: noise on the rows that the batch touches, and on no others (EANA, Algorithm 2). Not differentially private."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import dp_accounting
+import torch
+from torch import Tensor
+
+from sparsedp.capture import Captured
+from sparsedp.mechanisms.base import Mechanism
+from sparsedp.mechanisms.contribution import RowSpace, touched_pairs
+from sparsedp.noise import RandomKey
+
+
+@dataclass(frozen=True)
+class EANA(Mechanism):
+    """Selects the touched rows. Which rows changed tells which rows the data contain, so epsilon is infinite."""
+
+    name: ClassVar[str] = "eana"
+    selects: ClassVar[bool] = True
+
+    @property
+    def guarantee(self) -> str:
+        return (
+            "none: whoever sees the model learns which rows were ever used, so a unit with a rare id is exposed. "
+            "What a used row contains is noised as in DP-SGD"
+        )
+
+    def step_event(self, noise_multiplier: float, sample_rate: float) -> dp_accounting.DpEvent:
+        return dp_accounting.NonPrivateDpEvent()
+
+    def select(
+        self, batch: Sequence[Captured], tables: Mapping[str, Tensor], noise_multiplier: float, key: RandomKey
+    ) -> dict[str, Tensor]:
+        space = RowSpace.of(tables)
+        return space.split(torch.unique(torch.cat([touched_pairs(captured, space)[1] for captured in batch])))
