@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from sparsedp.capture import Captured
 from sparsedp.clipping import Clipping
-from sparsedp.mechanisms import DPSGD, Mechanism, mechanism_from_dict
-from sparsedp.noise import RandomKey
+from sparsedp.mechanisms import DPSGD, Mechanism, Step, mechanism_from_dict
 from support import Clicks, capture_uses, clicks, dense, loader_of, make_private, train
 
 
@@ -32,10 +31,8 @@ class PublicRows(Mechanism):
     def guarantee(self) -> str:
         return "(epsilon, delta)-differential privacy for the model after every step"
 
-    def select(
-        self, batch: Sequence[Captured], tables: Mapping[str, Tensor], noise_multiplier: float, key: RandomKey
-    ) -> dict[str, Tensor]:
-        return {name: torch.tensor(sorted(self.rows)) for name in tables}
+    def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
+        return {name: torch.tensor(sorted(self.rows)) for name in step.tables}
 
 
 ROWS = (1, 4, 7, 20, 33)

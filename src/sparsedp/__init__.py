@@ -14,18 +14,22 @@ from sparsedp.errors import (
     UnitsMixedError,
     UnsupportedError,
 )
-from sparsedp.mechanisms import DPSGD, Mechanism
+from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, Mechanism
 from sparsedp.plan import PrivacyPlan
 from sparsedp.statement import PrivacyStatement
 from sparsedp.version import __version__
 
 __all__ = [
     "DPSGD",
+    "EANA",
+    "FEST",
+    "AdaFEST",
     "CheckReport",
     "CheckpointError",
     "Clipping",
     "ConfigError",
     "DataError",
+    "ExponentialSelection",
     "Mechanism",
     "NonFiniteGradientError",
     "PrivacyEngine",

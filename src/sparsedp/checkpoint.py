@@ -42,6 +42,7 @@ class State:
     optimizer: dict[str, Any]
     ledger: Any
     loader: dict[str, Any]
+    prepared: dict[str, torch.Tensor] | None  # what the mechanism decided before its first step
     seed: int | None
     extra: dict[str, Any]
     torch_generator: torch.Tensor | None = None
@@ -60,6 +61,7 @@ def save(path: str | os.PathLike[str], state: State) -> None:
         "optimizer": state.optimizer,
         "ledger": state.ledger,
         "loader": state.loader,
+        "prepared": state.prepared,
         "seed": state.seed,
         "torch_generator": generator,
         "extra": state.extra,
@@ -100,6 +102,7 @@ def load(path: str | os.PathLike[str], plan: PrivacyPlan, seed: int | None) -> S
         optimizer=content["optimizer"],
         ledger=content["ledger"],
         loader=content["loader"],
+        prepared=content["prepared"],
         seed=content["seed"],
         extra=content["extra"],
         torch_generator=content["torch_generator"],
@@ -124,6 +127,7 @@ def restore(
     module.load_state_dict(state.model)
     ledger.load_state_dict(state.ledger)
     optimizer.forget()
+    optimizer.prepared = state.prepared
     if state.torch_generator is not None:
         torch.set_rng_state(state.torch_generator)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 from torch import nn
@@ -15,6 +17,7 @@ from sparsedp.accounting.epsilon import Accountant, epsilon_of
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Capture
 from sparsedp.clipping import Clipping, Style
+from sparsedp.counting import count_rows
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.mechanisms import DPSGD, Mechanism
 from sparsedp.noise import GaussianNoise, RandomKey
@@ -25,6 +28,12 @@ from sparsedp.sampling import BatchInfo, PrivateLoader, private_loader
 from sparsedp.statement import PrivacyStatement, make_statement
 
 _NOISE, _SAMPLING = 0, 1  # the purposes that the engine's key is split into
+
+
+def _inputs_of(mechanism: Mechanism) -> Callable[[Any], Any] | None:
+    """How a mechanism that counts on the data wants batches turned into the module's arguments."""
+    source = getattr(mechanism, "preselect", None) or mechanism
+    return getattr(source, "inputs", None)
 
 
 class PrivacyEngine:
@@ -158,15 +167,17 @@ class PrivacyEngine:
             noise=GaussianNoise(self._key.child(_NOISE)),
             ledger=self.ledger,
             current_batch=lambda: loader.current,
+            count=partial(count_rows, module, capture, loader, find_tables(module), _inputs_of(plan.mechanism)),
         )
-        setup = plan.mechanism.setup_event()
-        if setup is not None:
-            self.ledger.record(setup, setup=True)
         for parameter in parameters.values():
             parameter.grad = None
         capture.attach()
         self._plan, self._module, self._optimizer, self._loader = plan, module, private, loader
         return module, private, loader
+
+    def prepare(self) -> None:
+        """Runs now, not at the first step, what a mechanism does once before training, such as FEST's selection."""
+        self._parts()[1].prepare()
 
     # ------------------------------------------------------------------ answering for it
 
@@ -218,7 +229,7 @@ class PrivacyEngine:
         checkpoint.save(path, checkpoint.State(
             plan=self.plan, model=module.state_dict(), optimizer=optimizer.state_dict(),
             ledger=self.ledger.state_dict(),
-            loader=loader.state_dict(), seed=self._seed, extra=extra or {},
+            loader=loader.state_dict(), prepared=optimizer.prepared, seed=self._seed, extra=extra or {},
         ))  # fmt: skip
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -24,8 +24,9 @@ CHUNK = 1 << 20
 _SMALL = 1 << 16
 # Last entry of the path of the generator that small tensors share, beyond any parameter's index.
 _SHARED = 1 << 30
-# Where a mechanism's own randomness of a step branches off, beside the parameters' noise.
+# Where a mechanism's own randomness branches off, beside the parameters' noise.
 SELECTION = _SHARED + 1
+PREPARATION = _SHARED + 2
 
 
 @dataclass(frozen=True)

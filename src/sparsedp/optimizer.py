@@ -15,7 +15,8 @@ from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Capture, Captured, RowNorms, RowSparse
 from sparsedp.capture.uses import sum_rows
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnsupportedError
-from sparsedp.noise import SELECTION, GaussianNoise
+from sparsedp.mechanisms.base import Count, Step
+from sparsedp.noise import PREPARATION, SELECTION, GaussianNoise
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import BatchInfo
 
@@ -28,6 +29,7 @@ class TableStep:
     dim: int
     rows_touched: int
     rows_selected: int
+    rows_false: int  # selected, but not touched
 
     @property
     def gradient_size(self) -> int:
@@ -43,6 +45,7 @@ class StepReport:
     units: int
     clipped_share: float
     mean_norm: float
+    kept_mass: float  # share of the tables' squared gradient norms that the selection left
     tables: dict[str, TableStep] = field(default_factory=dict)
 
     @property
@@ -51,7 +54,13 @@ class StepReport:
 
     @property
     def gradient_size(self) -> int:
+        """Coordinates of the tables' gradients that may differ from zero."""
         return sum(table.gradient_size for table in self.tables.values())
+
+    @property
+    def reduction(self) -> float:
+        """How many times smaller the tables' gradient is than a dense one."""
+        return self.dense_size / max(self.gradient_size, 1)
 
     @property
     def dense_size(self) -> int:
@@ -68,6 +77,8 @@ class _Accumulated:
         self.units = 0
         self.clipped = 0
         self.norms = 0.0
+        self.mass = 0.0  # of the tables' gradients, and what the selection left of it
+        self.kept = 0.0
 
     def add(self, name: str, part: Tensor | RowSparse) -> None:
         known = self.totals.get(name)
@@ -103,6 +114,7 @@ class PrivateOptimizer(Optimizer):
         noise: GaussianNoise,
         ledger: Ledger,
         current_batch: Callable[[], BatchInfo | None],
+        count: Count,
     ) -> None:
         # Not super().__init__(): it would make parameter groups of its own beside the wrapped optimizer's.
         self.inner = inner
@@ -117,6 +129,8 @@ class PrivateOptimizer(Optimizer):
         self._tables = set(tables)
         self._capture = capture
         self._current_batch = current_batch
+        self._count = count
+        self.prepared: dict[str, Tensor] | None = None  # what the mechanism decided before its first step
         self._stepped: BatchInfo | None = None
         self._accumulated = _Accumulated()
         self._held: list[Captured] = []  # physical batches whose selection is not known yet
@@ -226,16 +240,36 @@ class PrivateOptimizer(Optimizer):
                     "backward() and step() do all that is needed."
                 )
 
+    def prepare(self) -> None:
+        """Lets the mechanism decide what it decides once, such as FEST its rows, and charges it."""
+        if self.prepared is not None:
+            return
+        mechanism = self.plan.mechanism
+        if not mechanism.prepares:
+            self.prepared = {}
+            return
+        prepared = mechanism.prepare(self._trained_tables(), self._count, self.noise.key.child(PREPARATION))
+        event = mechanism.setup_event()
+        if event is not None:
+            self.ledger.record(event, setup=True)
+        self.prepared = prepared
+
+    def _trained_tables(self) -> dict[str, Tensor]:
+        return {n: self._parameters[n].detach() for n in sorted(self._tables) if self._parameters[n].requires_grad}
+
     def _accumulate(self, captured: Captured, selection: Mapping[str, Tensor] | None) -> None:
         """Clips the units of one physical batch, on the selection, and adds them up."""
         mine = self._accumulated
+        known = RowNorms()
         for name, uses in captured.uses.items():
             if uses.lookups:
                 mine.touch(name, uses.touched_rows())
             if selection is not None and name in selection:
+                mine.mass += float(uses.squared_norms(captured.units, known).sum())
                 captured.uses[name] = uses.restricted(selection[name])
+                mine.kept += float(captured.uses[name].squared_norms(captured.units, known).sum())
         with self.stage("norms"):
-            norms = self._norms(captured)
+            norms = self._norms(captured, known)
         if norms is None:
             return
         factors = self.plan.clipping.factors(norms)
@@ -252,10 +286,9 @@ class PrivateOptimizer(Optimizer):
         """What a captured gradient is multiplied by to be that of the unit's own loss."""
         return float(captured.units) if self.plan.loss_reduction == "mean" else 1.0
 
-    def _norms(self, captured: Captured) -> Tensor | None:
+    def _norms(self, captured: Captured, known: RowNorms) -> Tensor | None:
         """The norm of each unit's gradient over all parameters together, (B,), float64."""
         squares: Tensor | None = None
-        known = RowNorms()
         for name, uses in captured.uses.items():
             own = uses.squared_norms(captured.units, known)
             if not torch.isfinite(own).all():
@@ -268,12 +301,10 @@ class PrivateOptimizer(Optimizer):
     def _release(self) -> None:
         """Selects rows, adds the noise, lets the wrapped optimizer update, and writes the step into the ledger."""
         step = self.ledger.steps
-        mechanism, key = self.plan.mechanism, self.noise.key
-        tables = {
-            name: self._parameters[name].detach() for name in self._tables if self._parameters[name].requires_grad
-        }
+        mechanism, tables = self.plan.mechanism, self._trained_tables()
+        self.prepare()
         with self.stage("selection"):
-            selection = mechanism.select(self._held, tables, self.plan.noise_multiplier, key.child(step, SELECTION))
+            selection = mechanism.select(self._held, self._step_context(step, tables))
         for captured in self._held:
             self._accumulate(captured, selection)
         done, self._accumulated, self._held = self._accumulated, _Accumulated(), []
@@ -305,21 +336,32 @@ class PrivateOptimizer(Optimizer):
                 parameter.grad = None
         self.last_step = self._report(step, done, tables, selection)
 
+    def _step_context(self, step: int, tables: Mapping[str, Tensor]) -> Step:
+        return Step(
+            tables=tables,
+            noise_multiplier=self.plan.noise_multiplier,
+            clipping=self.plan.clipping,
+            scale=self._scale,
+            key=self.noise.key.child(step, SELECTION),
+            prepared=self.prepared or {},
+        )
+
     def _report(
-        self,
-        step: int,
-        done: _Accumulated,
-        tables: Mapping[str, Tensor],
-        selection: Mapping[str, Tensor] | None,
+        self, step: int, done: _Accumulated, tables: Mapping[str, Tensor], selection: Mapping[str, Tensor] | None
     ) -> StepReport:
         reports = {}
         for name, table in tables.items():
             rows, dim = table.shape[0], table[0].numel() if table.shape[0] else 0
-            touched = done.touched.get(name)
-            selected = selection[name].numel() if selection is not None and name in selection else rows
-            reports[name] = TableStep(rows, dim, 0 if touched is None else touched.numel(), selected)
+            touched = done.touched.get(name, torch.empty(0, dtype=torch.long))
+            chosen = None if selection is None else selection.get(name)
+            if chosen is None:
+                reports[name] = TableStep(rows, dim, touched.numel(), rows, rows - touched.numel())
+            else:
+                hits = int(torch.isin(touched, chosen, assume_unique=True).sum())
+                reports[name] = TableStep(rows, dim, touched.numel(), chosen.numel(), chosen.numel() - hits)
         units = max(done.units, 1)
-        return StepReport(step, done.units, done.clipped / units, done.norms / units, reports)
+        kept = done.kept / done.mass if done.mass > 0 else 1.0
+        return StepReport(step, done.units, done.clipped / units, done.norms / units, kept, reports)
 
     def _buffer(self, name: str, parameter: Tensor, rows: Tensor | None) -> Tensor:
         """Where a parameter's noisy gradient goes: kept from step to step for dense ones."""

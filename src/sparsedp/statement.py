@@ -87,7 +87,7 @@ def make_statement(
         )
     if seeded:
         not_covered.insert(0, "Seeded, do not release: whoever knows the seed can take the noise away.")
-    guarantee = plan.mechanism.guarantee if math.isfinite(epsilon) else "none"
+    guarantee = plan.mechanism.guarantee if plan.noise_multiplier > 0 else "none: there is no noise"
     return PrivacyStatement(
         epsilon=epsilon,
         delta=delta,

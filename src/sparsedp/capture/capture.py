@@ -113,6 +113,7 @@ class Capture:
         self._anchor = torch.zeros((), requires_grad=True)
         self._handles: list[Any] = []
         self._buffers: dict[str, tuple[int, int]] = {}
+        self._glanced: Placed | None = None
         self.units = 0
 
     # ------------------------------------------------------------------ attaching
@@ -182,7 +183,7 @@ class Capture:
 
     def _count_units(self, inputs: list[Tensor]) -> int:
         sizes = [tensor.shape[0] for tensor in inputs if tensor.ndim > 0]
-        expected = self._current_units()
+        expected = self._current_units() if self._glanced is None else None
         if expected is not None and (expected in sizes or len(set(sizes)) != 1):
             return expected
         if not sizes:
@@ -207,6 +208,19 @@ class Capture:
                 uses.setdefault(name, []).append(use)
             record.grad = None
         return Captured(units, {name: ParameterUses.of(found) for name, found in uses.items()})
+
+    def glance(self, run: Callable[[], Any]) -> Captured:
+        """The uses of one forward pass, `run()`, without a backward pass: their gradients are zero."""
+        self._glanced = []
+        try:
+            with torch.enable_grad():
+                run()
+            uses: dict[str, list[Use]] = {}
+            for name, use in self._glanced:
+                uses.setdefault(name, []).append(use)
+            return Captured(self.units, {name: ParameterUses.of(found) for name, found in uses.items()})
+        finally:
+            self._glanced = None
 
     def _receive(self, record: Record, grad: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -238,6 +252,8 @@ class Capture:
 
     def record(self, out: Tensor, finish: Callable[[Tensor], Placed], axis: UnitAxis | None) -> Tensor:
         """Returns `out` such that its gradient, when it arrives, is kept with `finish`."""
+        if self._glanced is not None:
+            self._glanced += finish(out.detach().new_zeros(()).expand(out.shape))
         record = Record(finish, self.units)
 
         def receive(grad: Tensor) -> None:

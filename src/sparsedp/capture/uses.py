@@ -304,9 +304,11 @@ def _lookup_norms(lookup: Lookup, units: int) -> Tensor:
 
 
 def _own_square(piece: Use, units: int, known: RowNorms) -> Tensor:
-    """A use's squared norm. The two commonest uses read their tensors once, if nobody did before."""
+    """A use's squared norm. The commonest uses read their tensors once, if nobody did before."""
     if isinstance(piece, Built):
         return known.squared(piece.values)
+    if isinstance(piece, Lookup) and piece.one_each:
+        return known.squared(piece.grad).masked_fill(piece.ids < 0, 0)
     if isinstance(piece, Linear) and piece.inputs.shape[1] == 1:
         return known.squared(piece.inputs[:, 0]) * known.squared(piece.grad[:, 0])
     return _inner(piece, piece, units)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from sparsedp.cli.schema import Address, Range, SchemaError, suggestion
+from sparsedp.errors import SparseDPError
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
 
 Count = Annotated[int, Range(1)]
@@ -161,7 +162,7 @@ class PrivacyConfig:
     def make_mechanism(self) -> Mechanism:
         try:
             return mechanism_from_dict(self.mechanism)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, SparseDPError) as error:
             raise SchemaError("mechanism", str(error)) from None
 
 

@@ -1,6 +1,10 @@
 """Rules for selection and noise on tables. One file each."""
 
-from sparsedp.mechanisms.base import Mechanism, mechanism_from_dict
+from sparsedp.mechanisms.adafest import AdaFEST
+from sparsedp.mechanisms.base import Mechanism, Step, mechanism_from_dict
 from sparsedp.mechanisms.dpsgd import DPSGD
+from sparsedp.mechanisms.eana import EANA
+from sparsedp.mechanisms.exponential import ExponentialSelection
+from sparsedp.mechanisms.fest import FEST
 
-__all__ = ["DPSGD", "Mechanism", "mechanism_from_dict"]
+__all__ = ["DPSGD", "EANA", "FEST", "AdaFEST", "ExponentialSelection", "Mechanism", "Step", "mechanism_from_dict"]

@@ -7,13 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import dp_accounting
 import torch
 from torch import Tensor
 
 from sparsedp.accounting import split_multiplier
 from sparsedp.capture import Captured
-from sparsedp.mechanisms.base import Mechanism
+from sparsedp.mechanisms.base import Count, Mechanism, Step
 from sparsedp.mechanisms.contribution import RowSpace, contribution_map
+from sparsedp.mechanisms.fest import FEST
 from sparsedp.mechanisms.survivors import draw_survivors
 from sparsedp.noise import RandomKey
 
@@ -32,6 +34,7 @@ class AdaFEST(Mechanism):
     threshold: float = 10.0
     noise_ratio: float = 5.0
     map_clip: float = 1.0
+    preselect: FEST | None = None  # AdaFEST+: only rows of this selection can be selected
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.threshold):
@@ -39,6 +42,12 @@ class AdaFEST(Mechanism):
         for name in ("noise_ratio", "map_clip"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive and finite, not {getattr(self, name)}")
+        if self.preselect is not None and not isinstance(self.preselect, FEST):
+            raise TypeError(f"preselect must be a FEST(...), not {self.preselect!r}")
+
+    @property
+    def prepares(self) -> bool:  # type: ignore[override]
+        return self.preselect is not None and self.preselect.prepares
 
     @property
     def guarantee(self) -> str:
@@ -47,11 +56,21 @@ class AdaFEST(Mechanism):
     def gradient_noise(self, noise_multiplier: float) -> float:
         return split_multiplier(noise_multiplier, self.noise_ratio)[1]
 
-    def select(
-        self, batch: Sequence[Captured], tables: Mapping[str, Tensor], noise_multiplier: float, key: RandomKey
-    ) -> dict[str, Tensor]:
-        space = RowSpace.of(tables)
-        rows, values = contribution_map(batch, space, self.map_clip)
-        std = split_multiplier(noise_multiplier, self.noise_ratio)[0] * self.map_clip
-        kept = draw_survivors(rows.numpy(), values.numpy(), space.size, self.threshold, std, key.numpy(0))
-        return space.split(torch.from_numpy(kept))
+    def prepare(self, tables: Mapping[str, Tensor], count: Count, key: RandomKey) -> dict[str, Tensor]:
+        return {} if self.preselect is None else self.preselect.prepare(tables, count, key)
+
+    def setup_event(self) -> dp_accounting.DpEvent | None:
+        return None if self.preselect is None else self.preselect.setup_event()
+
+    def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
+        space = RowSpace.of(step.tables)
+        within = None if self.preselect is None else space.join(step.prepared)
+        rows, values = contribution_map(batch, space, self.map_clip, within)
+        size = space.size
+        if within is not None:  # rows are counted within the preselected ones from here on
+            rows, size = torch.searchsorted(within, rows), within.numel()
+        std = split_multiplier(step.noise_multiplier, self.noise_ratio)[0] * self.map_clip
+        kept = torch.from_numpy(
+            draw_survivors(rows.numpy(), values.numpy(), size, self.threshold, std, step.key.numpy(0))
+        )
+        return space.split(kept if within is None else within[kept])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import dp_accounting
@@ -12,9 +12,25 @@ from torch import Tensor
 
 from sparsedp.accounting.events import gaussian_step
 from sparsedp.capture import Captured
+from sparsedp.clipping import Clipping
 from sparsedp.noise import RandomKey
 
 _REGISTRY: dict[str, type[Mechanism]] = {}
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a selection may look at, besides the batch."""
+
+    tables: Mapping[str, Tensor]
+    noise_multiplier: float
+    clipping: Clipping
+    scale: Callable[[Captured], float]  # what a captured gradient is multiplied by to be that of the unit's own loss
+    key: RandomKey  # this step's own
+    prepared: Mapping[str, Tensor]
+
+
+Count = Callable[[float | None], dict[str, Tensor]]
 
 
 class Mechanism(ABC):
@@ -22,6 +38,7 @@ class Mechanism(ABC):
 
     name: ClassVar[str]
     selects: ClassVar[bool] = False  # whether `select` chooses rows; physical batches are then held until it has
+    prepares: ClassVar[bool] = False  # whether `prepare` has to run before the first step
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
@@ -36,13 +53,18 @@ class Mechanism(ABC):
         """The noise multiplier of the clipped sum, out of that of the whole step."""
         return noise_multiplier
 
-    def select(
-        self, batch: Sequence[Captured], tables: Mapping[str, Tensor], noise_multiplier: float, key: RandomKey
-    ) -> dict[str, Tensor] | None:
+    def prepare(self, tables: Mapping[str, Tensor], count: Count, key: RandomKey) -> dict[str, Tensor]:
+        """What a mechanism with `prepares` decides once, before its first step: rows of each table, ascending.
+
+        `count(clip)` goes over the training data and adds up the units' contributions to each row of each table, as in
+        `contribution_map`. Whatever is used of it must be in `setup_event`.
+        """
+        return {}
+
+    def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor] | None:
         """The selection: for each table the rows that may change in this step, distinct and ascending.
 
-        None stands for all rows of all tables. `batch` holds the uses of a whole logical batch, in physical ones;
-        `key` is this step's own.
+        None stands for all rows of all tables. `batch` holds the uses of a whole logical batch, in physical ones.
         """
         return None
 
@@ -55,7 +77,9 @@ class Mechanism(ABC):
         return None
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, **asdict(self)}  # type: ignore[call-overload]
+        values = {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+        plain = {key: value.to_dict() if isinstance(value, Mechanism) else value for key, value in values.items()}
+        return {"name": self.name, **plain}
 
 
 def mechanism_from_dict(values: dict[str, Any]) -> Mechanism:
@@ -67,4 +91,5 @@ def mechanism_from_dict(values: dict[str, Any]) -> Mechanism:
     known = {field.name for field in fields(_REGISTRY[name])}  # type: ignore[arg-type]
     if unknown := set(settings) - known:
         raise ValueError(f"Mechanism {name!r} has no setting {', '.join(sorted(map(repr, unknown)))}.")
-    return _REGISTRY[name](**settings)
+    nested = {key: mechanism_from_dict(v) if isinstance(v, dict) and "name" in v else v for key, v in settings.items()}
+    return _REGISTRY[name](**nested)

@@ -41,6 +41,11 @@ class RowSpace:
         at = torch.searchsorted(rows, edges).tolist()
         return {name: rows[begin:end] - start for name, start, begin, end in zip(self.names, self.starts, at, at[1:])}
 
+    def join(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Rows of each table, ascending, as ascending global rows."""
+        parts = [rows[name] + start for name, start in zip(self.names, self.starts) if name in rows]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+
 
 def touched_pairs(captured: Captured, space: RowSpace) -> tuple[Tensor, Tensor]:
     """The distinct (unit, global row) pairs of a physical batch: two tensors of equal length."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture import Captured
-from sparsedp.mechanisms.base import Mechanism
+from sparsedp.mechanisms.base import Mechanism, Step
 from sparsedp.mechanisms.contribution import RowSpace, touched_pairs
-from sparsedp.noise import RandomKey
 
 
 @dataclass(frozen=True)
@@ -33,8 +32,6 @@ class EANA(Mechanism):
     def step_event(self, noise_multiplier: float, sample_rate: float) -> dp_accounting.DpEvent:
         return dp_accounting.NonPrivateDpEvent()
 
-    def select(
-        self, batch: Sequence[Captured], tables: Mapping[str, Tensor], noise_multiplier: float, key: RandomKey
-    ) -> dict[str, Tensor]:
-        space = RowSpace.of(tables)
+    def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
+        space = RowSpace.of(step.tables)
         return space.split(torch.unique(torch.cat([touched_pairs(captured, space)[1] for captured in batch])))

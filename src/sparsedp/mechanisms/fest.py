@@ -1,0 +1,139 @@
+"""DP-FEST: trains k rows that are chosen once, before training (DP-AdaFEST paper, section 3.1 and appendix B.1)."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import dp_accounting
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsedp.accounting import ExponentialMechanismDpEvent, calibrate
+from sparsedp.capture import Captured
+from sparsedp.mechanisms.base import Count, Mechanism, Step
+from sparsedp.mechanisms.contribution import RowSpace
+from sparsedp.noise import RandomKey
+
+
+@dataclass(frozen=True)
+class FEST(Mechanism):
+    """Selects the `k` most frequent rows, once; only they are trained.
+
+    With public `counts` (a tensor of frequencies per table) the choice is free. Otherwise it is made on the training
+    data at a cost of (`epsilon`, `delta`), which enters the ledger exactly:
+
+    - method "gaussian": one release of all frequencies with Gaussian noise, then the top k as post-processing. A unit
+      with n distinct rows adds min(1, count_clip / sqrt(n)) to each, so the l2 sensitivity is `count_clip`, and the
+      cost does not depend on k.
+    - method "gumbel": counts plus Gumbel noise, the k largest. That equals k exponential mechanisms in a row, so the
+      scale is calibrated for k picks (the paper's Algorithm 2, with scale 1/epsilon, costs about sqrt(k) times its
+      epsilon).
+
+    split "global" takes the k largest of all tables; "tables" takes k / (number of tables) from each, as the paper.
+    `inputs(batch)` gives the arguments of the module for a batch of the loader; by default all but the last element.
+    """
+
+    name: ClassVar[str] = "fest"
+    selects: ClassVar[bool] = True
+    k: int = 10_000
+    epsilon: float = 0.1
+    delta: float = 1e-7
+    counts: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
+    method: Literal["gaussian", "gumbel"] = "gaussian"
+    split: Literal["global", "tables"] = "global"
+    count_clip: float = 1.0
+    inputs: Callable[[Any], Any] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.k, int) or self.k < 1:
+            raise ValueError(f"k must be a whole number of at least 1, not {self.k!r}")
+        if self.method not in ("gaussian", "gumbel"):
+            raise ValueError(f"method must be 'gaussian' or 'gumbel', not {self.method!r}")
+        if self.split not in ("global", "tables"):
+            raise ValueError(f"split must be 'global' or 'tables', not {self.split!r}")
+        for name, low, high in (("epsilon", 0, math.inf), ("delta", 0, 1), ("count_clip", 0, math.inf)):
+            if not low < getattr(self, name) < high:
+                raise ValueError(f"{name} must lie between {low} and {high}, not {getattr(self, name)}")
+
+    prepares: ClassVar[bool] = True
+
+    @property
+    def guarantee(self) -> str:
+        return "(epsilon, delta)-differential privacy for the model after every step, and for the choice of rows"
+
+    def setup_event(self) -> dp_accounting.DpEvent | None:
+        if self.counts is not None:
+            return None
+        return _selection_event(self.method, self.k, self.epsilon, self.delta)[0]
+
+    def prepare(self, tables: Mapping[str, Tensor], count: Count, key: RandomKey) -> dict[str, Tensor]:
+        space = RowSpace.of(tables)
+        scores = self._scores(space, count, key.numpy(0))
+        if self.split == "tables":
+            each = max(1, self.k // len(space.names))
+            return {name: _top(score, each) for name, score in scores.items()}
+        return space.split(_top(np.concatenate([scores[name] for name in space.names]), self.k))
+
+    def _scores(self, space: RowSpace, count: Count, generator: np.random.Generator) -> dict[str, np.ndarray]:
+        if self.counts is not None:
+            return {name: self._public(name, size) for name, size in zip(space.names, space.sizes)}
+        scale = _selection_event(self.method, self.k, self.epsilon, self.delta)[1]
+        if self.method == "gaussian":
+            counted = count(self.count_clip)
+            draw: Callable[[int], np.ndarray] = lambda n: scale * self.count_clip * generator.standard_normal(n)  # noqa: E731
+        else:
+            counted = count(None)
+            draw = lambda n: generator.gumbel(scale=scale, size=n)  # noqa: E731
+        return {
+            name: counted[name].numpy() + draw(size) if name in counted else draw(size)
+            for name, size in zip(space.names, space.sizes)
+        }
+
+    def _public(self, name: str, size: int) -> np.ndarray:
+        assert self.counts is not None
+        if name not in self.counts or len(self.counts[name]) != size:
+            raise ValueError(f"counts has no {size} frequencies for table '{name}'")
+        return np.asarray(self.counts[name], dtype=np.float64)
+
+    def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
+        return {name: step.prepared[name] for name in step.tables}
+
+    def to_dict(self) -> dict[str, Any]:
+        values = super().to_dict()
+        values["counts"] = None if self.counts is None else _digest(self.counts)
+        values.pop("inputs")
+        return values
+
+
+def _top(scores: np.ndarray, k: int) -> Tensor:
+    if k >= len(scores):
+        return torch.arange(len(scores))
+    return torch.from_numpy(np.sort(np.argpartition(-scores, k)[:k]))
+
+
+def _digest(counts: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(counts):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(np.asarray(counts[name], dtype=np.float64)).tobytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _selection_event(method: str, k: int, epsilon: float, delta: float) -> tuple[dp_accounting.DpEvent, float]:
+    """The event of a private selection that costs (epsilon, delta), and the scale of its noise."""
+    if method == "gaussian":
+        scale = calibrate(dp_accounting.GaussianDpEvent, epsilon, delta)
+        return dp_accounting.GaussianDpEvent(scale), scale
+
+    def picks(scale: float) -> dp_accounting.DpEvent:
+        return dp_accounting.SelfComposedDpEvent(ExponentialMechanismDpEvent(1 / scale), k)
+
+    scale = calibrate(picks, epsilon, delta)
+    return picks(scale), scale
