@@ -63,6 +63,8 @@ def _row_norms(batch: Sequence[Captured], space: RowSpace, step: Step) -> tuple[
     """The touched global rows and the norms of the clipped sum's gradient on them."""
     totals: dict[str, Tensor] = {}
     for captured in batch:
+        if not captured.uses:  # an empty batch
+            continue
         squares = [uses.squared_norms(captured.units).double() for uses in captured.uses.values()]
         norms = torch.stack(squares).sum(0).sqrt() * step.scale(captured)
         weights = step.clipping.factors(norms) * step.scale(captured)
