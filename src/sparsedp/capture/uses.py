@@ -162,7 +162,7 @@ class ParameterUses:
         def outside(ids: Tensor) -> Tensor:
             if rows.numel() == 0:
                 return torch.ones_like(ids, dtype=torch.bool)
-            at = torch.searchsorted(rows, ids).clamp_max(rows.numel() - 1)
+            at = torch.searchsorted(rows, ids.contiguous()).clamp_max(rows.numel() - 1)
             return rows[at] != ids
 
         lookups = [replace(lookup, ids=lookup.ids.masked_fill(outside(lookup.ids), -1)) for lookup in self.lookups]

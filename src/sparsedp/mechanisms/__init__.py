@@ -3,8 +3,19 @@
 from sparsedp.mechanisms.adafest import AdaFEST
 from sparsedp.mechanisms.base import Mechanism, Step, mechanism_from_dict
 from sparsedp.mechanisms.dpsgd import DPSGD
-from sparsedp.mechanisms.eana import EANA
+from sparsedp.mechanisms.eana import EANA, eana_advisory_epsilon, eana_renyi_bound
 from sparsedp.mechanisms.exponential import ExponentialSelection
 from sparsedp.mechanisms.fest import FEST
 
-__all__ = ["DPSGD", "EANA", "FEST", "AdaFEST", "ExponentialSelection", "Mechanism", "Step", "mechanism_from_dict"]
+__all__ = [
+    "DPSGD",
+    "EANA",
+    "FEST",
+    "AdaFEST",
+    "ExponentialSelection",
+    "Mechanism",
+    "Step",
+    "eana_advisory_epsilon",
+    "eana_renyi_bound",
+    "mechanism_from_dict",
+]
