@@ -12,6 +12,9 @@ export SPARSEDP_DATA := $(abspath ../shared/data)
 endif
 endif
 
+# OpenMP's threads spin while they wait. On a machine with other work to do that makes steps ten times slower.
+export OMP_WAIT_POLICY ?= passive
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint format clean
 

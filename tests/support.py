@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sparsedp
 from sparsedp.capture import Capture, Captured, RowSparse
+from sparsedp.sampling import BatchInfo
 
 Gradients = dict[str, Tensor]
 
@@ -47,9 +48,15 @@ def one_by_one(
     return found
 
 
+def batch_of(units: int) -> Callable[[], BatchInfo]:
+    """What a loader would say of its current batch."""
+    info = BatchInfo(units, units, True, True, 0)
+    return lambda: info
+
+
 def capture_uses(module: nn.Module, inputs: Sequence[Tensor], loss: Callable[[Any], Tensor] = unit_loss) -> Captured:
     capture = Capture(
-        module, {n: p for n, p in module.named_parameters() if p.requires_grad}, lambda: inputs[0].shape[0]
+        module, {n: p for n, p in module.named_parameters() if p.requires_grad}, batch_of(inputs[0].shape[0])
     )
     capture.attach()
     try:

@@ -9,7 +9,7 @@ from torch import nn
 
 import sparsedp
 from sparsedp.capture import uses as uses_module
-from support import Apply, assert_exact, unit_loss
+from support import Apply, assert_exact, batch_of, unit_loss
 
 B, L, D, V = 6, 5, 8, 10
 
@@ -322,7 +322,7 @@ def test_two_forward_passes_one_backward() -> None:
     from support import one_by_one
 
     wanted = one_by_one(Siamese(), [one, two])
-    capture = Capture(tower, dict(tower.named_parameters()), lambda: B)
+    capture = Capture(tower, dict(tower.named_parameters()), batch_of(B))
     capture.attach()
     unit_loss(tower(one) * tower(two)).backward()
     found = capture.collect()
@@ -339,7 +339,7 @@ def test_two_backward_passes_add_up() -> None:
     model = Apply(lambda m, i: m.l(m.e(i)), e=emb(), l=nn.Linear(D, 3)).double()
     inputs = ids()
     wanted = one_by_one(model, [inputs], lambda out: unit_loss(out) + 3 * out.sum())
-    capture = Capture(model, dict(model.named_parameters()), lambda: B)
+    capture = Capture(model, dict(model.named_parameters()), batch_of(B))
     capture.attach()
     out = model(inputs)
     unit_loss(out).backward(retain_graph=True)

@@ -14,13 +14,13 @@ from torch import nn
 import sparsedp
 from sparsedp import SparseDPError, UnitsMixedError, UnsupportedError
 from sparsedp.capture import Capture
-from support import Apply, Clicks, clicks, loader_of, make_private, train, unit_loss
+from support import Apply, Clicks, batch_of, clicks, loader_of, make_private, train, unit_loss
 
 B, D = 6, 8
 
 
 def run(module: nn.Module, *inputs: torch.Tensor, loss: Callable = unit_loss) -> None:
-    capture = Capture(module, dict(module.named_parameters()), lambda: inputs[0].shape[0])
+    capture = Capture(module, dict(module.named_parameters()), batch_of(inputs[0].shape[0]))
     capture.attach()
     try:
         loss(module(*inputs)).backward()

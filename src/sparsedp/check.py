@@ -20,6 +20,7 @@ from sparsedp.capture import Capture, Captured, RowSparse
 from sparsedp.clipping import Clipping
 from sparsedp.errors import SparseDPError, UnitsMixedError
 from sparsedp.refusals import refuse_module
+from sparsedp.sampling import BatchInfo
 
 _TOLERANCE = 1e-6
 Gradients = dict[str, Tensor]
@@ -173,7 +174,8 @@ class _Trial:
         return loss
 
     def captured(self, batch: Any, units: int) -> _Observed:
-        capture = Capture(self._module, self.parameters, lambda: units)
+        batch_info = BatchInfo(units, units, True, True, 0)
+        capture = Capture(self._module, self.parameters, lambda: batch_info)
         capture.attach()
         try:
             self._loss(batch).backward()

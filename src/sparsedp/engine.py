@@ -157,7 +157,7 @@ class PrivacyEngine:
         self, plan: PrivacyPlan, module: nn.Module, optimizer: Optimizer, loader: PrivateLoader
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         parameters = private_parameters(module, optimizer)
-        capture = Capture(module, parameters, lambda: None if loader.current is None else loader.current.units)
+        capture = Capture(module, parameters, lambda: loader.current)
         private = PrivateOptimizer(
             inner=optimizer,
             parameters=parameters,

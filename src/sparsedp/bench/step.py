@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, TensorDataset
 
-from sparsedp.bench.timing import Stopwatch, Timing, interleaved, machine
+from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
 from sparsedp.data import CRITEO_VOCABULARY
 from sparsedp.engine import PrivacyEngine
+from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, Mechanism
 from sparsedp.models import PCTR
 from sparsedp.sampling import BatchInfo
 
@@ -64,16 +65,22 @@ def plain_step(workload: Workload) -> Callable[[], None]:
     return run
 
 
-def private_step(workload: Workload, watch: Stopwatch, **privacy: Any) -> Callable[[], None]:
+def private_step(
+    workload: Workload, watch: Stopwatch, mechanism: Mechanism | None = None, sparse: bool = False
+) -> Callable[[], None]:
     """The same step made private, on a batch of fixed size, so that both do the same work."""
-    module = workload.make(False)
+    module = workload.make(sparse)
     *inputs, target = workload.batch
     units = len(target)
     loader: Any = DataLoader(TensorDataset(torch.zeros(100 * units, 1)), batch_size=units)
     engine = PrivacyEngine()
-    settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **privacy}
     module, optimizer, loader = engine.make_private(
-        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.01), data_loader=loader, **settings
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.01),
+        data_loader=loader,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        mechanism=mechanism,
     )
     optimizer.stage = watch
     steps = iter(range(1 << 60))
@@ -92,28 +99,28 @@ def private_step(workload: Workload, watch: Stopwatch, **privacy: Any) -> Callab
 
 
 def bench_step(models: list[str], *, batch: int, repeats: int, scale: float) -> dict[str, Any]:
-    """Times each model's plain and private step in turns. Returns what `--json` writes."""
-    makers: dict[str, Callable[[], Workload]] = {
-        "mlp": lambda: mlp(batch),
-        "pctr": lambda: pctr(batch, scale),
-    }
+    """Times each model's plain step and its private ones in turns. Returns what `--json` writes."""
+    makers: dict[str, Callable[[], Workload]] = {"mlp": lambda: mlp(batch), "pctr": lambda: pctr(batch, scale)}
     rows = []
     for name in models:
         workload = makers[name]()
-        watch = Stopwatch()
-        timings = interleaved({"plain": plain_step(workload), "private": private_step(workload, watch)}, repeats)
-        rows.append(
-            {
-                "model": name,
-                "batch": batch,
-                "plain": timings["plain"].to_dict(),
-                "private": timings["private"].to_dict(),
-                "ratio": _ratio(timings["private"], timings["plain"]),
-                "stages": watch.stages,
-            }
-        )
-    return {"benchmark": "step", "mechanism": "dpsgd", "scale": scale, "machine": machine(), "rows": rows}
-
-
-def _ratio(one: Timing, other: Timing) -> dict[str, float]:
-    return {"best": one.best / other.best, "median": one.median / other.median}
+        mechanisms: dict[str, Mechanism] = {"dpsgd": DPSGD()}
+        if name != "mlp":  # without tables all mechanisms are the same
+            mechanisms |= {"adafest": AdaFEST(threshold=5.0, noise_ratio=5.0), "eana": EANA()}
+        watches = {mechanism: Stopwatch() for mechanism in mechanisms}
+        variants = {"plain": plain_step(workload)}
+        variants |= {key: private_step(workload, watches[key], value) for key, value in mechanisms.items()}
+        timings = interleaved(variants, repeats)
+        for mechanism in mechanisms:
+            rows.append(
+                {
+                    "model": name,
+                    "batch": batch,
+                    "mechanism": mechanism,
+                    "plain": timings["plain"].to_dict(),
+                    "private": timings[mechanism].to_dict(),
+                    "ratio": ratio(timings[mechanism], timings["plain"]),
+                    "stages": watches[mechanism].stages,
+                }
+            )
+    return {"benchmark": "step", "scale": scale, "machine": machine(), "rows": rows}

@@ -45,6 +45,11 @@ def interleaved(variants: Mapping[str, Callable[[], None]], repeats: int, warmup
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 
+def ratio(one: Timing, other: Timing) -> dict[str, float]:
+    """How much longer `one` takes than `other`."""
+    return {"best": one.best / other.best, "median": one.median / other.median}
+
+
 class Stopwatch:
     """Adds up the time of named stages; the best repeat of each stage counts."""
 

@@ -10,8 +10,8 @@ leaves an ordinary gradient at the parameter, which raises.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,29 +19,28 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsedp.capture.expressions import Expression, Placed
-from sparsedp.capture.tracking import Mixed, UnitAxis, UnitData, find_axis, output_axis, reduces_units
+from sparsedp.capture.tracking import Info, Mixed, UnitAxis, UnitData, follow, plain_name, written_axis
 from sparsedp.capture.uses import ParameterUses, Use
-from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
+from sparsedp.errors import SparseDPError, UnsupportedError
 
-# Operations of two operands in which units on different axes meet every other unit.
-_ALIGNING = {
-    "add",
-    "sub",
-    "mul",
-    "div",
-    "truediv",
-    "matmul",
-    "mm",
-    "bmm",
-    "where",
-    "maximum",
-    "minimum",
-    "rsub",
-}
 # Operations that normalise over the batch, and the argument that says whether they do.
 _BATCH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
 # Operations that take from a batch tensor only its shape, type or device.
 _SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to", "is_same_size"}
+
+
+class HasUnits(Protocol):
+    """A batch that the loop works on; two batches are the same if they are the same object."""
+
+    @property
+    def units(self) -> int: ...
+
+
+@dataclass(frozen=True, eq=False)
+class _Unnumbered:
+    """A batch that no loader announced."""
+
+    units: int
 
 
 @dataclass(eq=False)
@@ -49,7 +48,7 @@ class Record:
     """A use whose output gradient arrives during backward. `finish` turns the gradient into uses of parameters."""
 
     finish: Callable[[Tensor], Placed]
-    units: int
+    batch: HasUnits
     grad: Tensor | None = None
 
 
@@ -93,41 +92,55 @@ class Captured:
 class Capture:
     """Collects the uses of `parameters` (by name) in the forward passes of `module`.
 
-    `current_units` says how many units the batch that the loop works on has; None if that is not known.
+    `current_batch` gives the batch that the loop works on; None if there is none yet.
     """
 
     def __init__(
         self,
         module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
-        current_units: Callable[[], int | None] = lambda: None,
+        current_batch: Callable[[], HasUnits | None] = lambda: None,
     ) -> None:
         self._module = module
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._parameters = dict(parameters)
-        self._current_units = current_units
+        self._current_batch = current_batch
         self._tape: list[Record] = []
         self._info: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._mode = _Mode(self)
         self._stack: list[str] = []
         self._anchor = torch.zeros((), requires_grad=True)
+        # The node that only a backward pass over the whole graph runs, not torch.autograd.grad for some inputs.
+        self._anchor_node: Any = self._anchor.view_as(self._anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._handles: list[Any] = []
-        self._buffers: dict[str, tuple[int, int]] = {}
+        self._kept: dict[str, tuple[int, int]] = {}  # identity and version of what a forward pass must not change
+        self._storages: dict[int, str] = {}
         self._glanced: Placed | None = None
-        self.units = 0
+        self._batch: HasUnits = _Unnumbered(0)
+
+    @property
+    def units(self) -> int:
+        """The number of units in the forward pass that runs now, or ran last."""
+        return self._batch.units
 
     # ------------------------------------------------------------------ attaching
 
     def attach(self) -> None:
         for name, module in self._module.named_modules():
+            if any(isinstance(hook, _Before) for hook in module._forward_pre_hooks.values()):
+                raise UnsupportedError(
+                    "The module is private already, under another engine: call that engine's close()."
+                )
             self._handles.append(module.register_forward_pre_hook(_Before(self, name), with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(_After(self), always_call=True))
         for name, parameter in self._module.named_parameters():
-            hook = _ordinary_gradient_hook(name)
-            self._handles.append(
-                parameter.register_post_accumulate_grad_hook(hook) if parameter.requires_grad else None
-            )
-        self._handles = [handle for handle in self._handles if handle is not None]
+            if parameter._backward_hooks:
+                raise UnsupportedError(
+                    f"Parameter '{name}' has a gradient hook, which would see no gradient. Remove it; to train a part of a "
+                    "parameter, make that part a parameter of its own."
+                )
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(_ordinary_gradient_hook(name))
+                self._handles.append(hook)
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -137,6 +150,8 @@ class Capture:
 
     def clear(self) -> None:
         """Forgets collected uses, and leaves a forward pass that was interrupted."""
+        for record in self._tape:
+            record.grad = None
         self._tape.clear()
         while self._stack:
             self._leave()
@@ -144,7 +159,6 @@ class Capture:
     def enter(self, name: str, args: tuple, kwargs: dict) -> None:
         if not self._stack:
             self._begin(args, kwargs)
-            self._buffers = self._buffer_versions()
             self._mode.__enter__()
         self._stack.append(name)
 
@@ -152,46 +166,59 @@ class Capture:
         if not self._stack:
             return
         self._leave()
-        if not self._stack and torch.is_grad_enabled():
-            changed = [name for name, version in self._buffer_versions().items() if self._buffers.get(name) != version]
+        if not self._stack:
+            changed = [name for name, version in self._versions().items() if self._kept.get(name) != version]
             if changed:
-                raise UnsupportedError(
-                    f"Buffer '{changed[0]}' was changed during forward. What a buffer keeps of private data "
-                    "reaches the "
-                    "state_dict without noise. Keep such state outside of the module's buffers."
-                )
-
-    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
-        return {name: (id(buffer), buffer._version) for name, buffer in self._module.named_buffers()}
+                raise self._refuse_write(changed[0])
 
     def _leave(self) -> None:
         self._stack.pop()
         if not self._stack:
             self._mode.__exit__(None, None, None)
 
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._module.named_parameters()
+        yield from self._module.named_buffers()
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        return {name: (id(tensor), tensor._version) for name, tensor in self._tensors()}
+
+    def _refuse_write(self, name: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"'{name}' was changed during forward{self._where()}. What a buffer or a parameter keeps of private data reaches "
+            "the state_dict without noise. Keep such state outside of the module, or freeze the layer with eval()."
+        )
+
     def _begin(self, args: tuple, kwargs: dict) -> None:
         """Marks the inputs of a forward pass as data of its units."""
         if torch.is_grad_enabled():
             _refuse_surroundings()
-        inputs = list(_all_tensors((args, kwargs)))
-        self.units = self._count_units(inputs)
+        self._kept = self._versions()
+        self._storages = {tensor.untyped_storage().data_ptr(): name for name, tensor in self._tensors()}
+        inputs = list(_all_tensors((args, kwargs), objects=True))
+        self._batch = self._find_batch(inputs)
         for tensor in inputs:
-            known = self._info.get(tensor)
-            if known is None or not isinstance(known, (UnitData, Mixed)):
-                fits = tensor.ndim > 0 and tensor.shape[0] == self.units
-                self._info[tensor] = UnitData(UnitAxis(0) if fits else None)
+            if isinstance(self._info.get(tensor), (UnitData, Mixed)):
+                continue
+            if not tensor.is_leaf and tensor.requires_grad:
+                raise UnsupportedError(
+                    "A module was called with a tensor that other operations made of private activations outside of "
+                    "forward(), so its units cannot be followed. Make these operations part of the module's forward()."
+                )
+            fits = tensor.ndim > 0 and tensor.shape[0] == self.units
+            self._info[tensor] = UnitData(UnitAxis(0)) if fits else _SHARED
 
-    def _count_units(self, inputs: list[Tensor]) -> int:
+    def _find_batch(self, inputs: list[Tensor]) -> HasUnits:
         sizes = [tensor.shape[0] for tensor in inputs if tensor.ndim > 0]
-        expected = self._current_units() if self._glanced is None else None
-        if expected is not None and (expected in sizes or len(set(sizes)) != 1):
+        expected = self._current_batch() if self._glanced is None else None
+        if expected is not None and (expected.units in sizes or len(set(sizes)) != 1):
             return expected
         if not sizes:
             raise UnsupportedError(
                 "The module was called without any tensor, so its units cannot be told apart. "
                 "Pass the batch to forward() as tensors (or tuples, lists, dicts or dataclasses of them)."
             )
-        return sizes[0]
+        return _Unnumbered(sizes[0])
 
     # ------------------------------------------------------------------ after backward
 
@@ -200,7 +227,7 @@ class Capture:
         tape, self._tape = self._tape, []
         if not tape:
             return None
-        units = tape[0].units
+        units = tape[0].batch.units
         uses: dict[str, list[Use]] = {}
         for record in tape:
             assert record.grad is not None
@@ -228,18 +255,21 @@ class Capture:
                 "backward(create_graph=True) and gradient penalties differentiate through gradients, which is not "
                 "captured. Call backward() without create_graph."
             )
-        expected = self._current_units()
-        if expected is not None and record.units != expected:
+        if not torch._C._will_engine_execute_node(self._anchor_node):
+            return  # torch.autograd.grad asks for the gradient of something else, such as the input
+        expected = self._current_batch()
+        if expected is not None and record.batch is not expected:
             raise SparseDPError(
-                f"The loss comes from a forward pass over {record.units} units, but the loader's current batch has "
-                f"{expected}. Every unit of a batch must pass through the module exactly once per forward call: do not "
-                "concatenate, repeat or cut batches (for micro-batches use max_physical_batch), and "
-                "evaluate other data under "
-                "torch.no_grad()."
+                f"The loss comes from a forward pass over {record.batch.units} units that are not the loader's current batch "
+                f"of {expected.units}. Every unit of a batch must pass through the module exactly once per forward call: do "
+                "not concatenate, repeat, cut or accumulate batches (for micro-batches use max_physical_batch), and "
+                "evaluate other data under torch.no_grad()."
             )
-        if self._tape and self._tape[0].units != record.units:
+        if self._tape and self._tape[0].batch is not record.batch and expected is not None:
+            raise SparseDPError("Forward passes over two batches met in one step. Call zero_grad() before each batch.")
+        if self._tape and self._tape[0].batch.units != record.batch.units:
             raise SparseDPError(
-                f"Forward passes over {self._tape[0].units} and {record.units} units met in one step. "
+                f"Forward passes over {self._tape[0].batch.units} and {record.batch.units} units met in one step. "
                 "All forward passes of a step must be over the same units."
             )
         if record.grad is None:
@@ -254,7 +284,7 @@ class Capture:
         """Returns `out` such that its gradient, when it arrives, is kept with `finish`."""
         if self._glanced is not None:
             self._glanced += finish(out.detach().new_zeros(()).expand(out.shape))
-        record = Record(finish, self.units)
+        record = Record(finish, self._batch)
 
         def receive(grad: Tensor) -> None:
             self._receive(record, grad)
@@ -263,6 +293,11 @@ class Capture:
             out.register_hook(receive)
         else:
             out = _Source.apply(self._anchor, receive, [out])
+        self._info[out] = UnitData(axis)
+        return out
+
+    def place(self, out: Tensor, axis: UnitAxis | None) -> Tensor:
+        """Notes where the units are in a tensor that a rule made."""
         self._info[out] = UnitData(axis)
         return out
 
@@ -311,27 +346,96 @@ class Capture:
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """One torch operation of the forward pass."""
+        name = _name(func)
         grad_enabled = torch.is_grad_enabled()
         expressions: list[Expression] = []
         data: list[Tensor] = []
+        shared = False
         for tensor in _operands(args, kwargs):
-            if self.is_data(tensor):
+            known = self._info.get(tensor)
+            if isinstance(known, (UnitData, Mixed)):
                 data.append(tensor)
-            elif grad_enabled and (found := self.expression(tensor)) is not None:
+            elif known is _SHARED:
+                shared = True
+            elif grad_enabled and (found := self._require_expression(tensor, name)) is not None:
                 expressions.append(found)
+        target = _written(name, args, kwargs)
+        if target is not None:
+            return self._write(name, func, args, kwargs, target, data, expressions)
+        if expressions and data and name in _SHAPE_ONLY:
+            # Only the first operand's values count.
+            expressions, data = ([], data) if self.is_data(args[0]) else (expressions, [])
         if not expressions:
-            if data and (name := _name(func)) in _BATCH_STATISTICS and grad_enabled:
+            if data and name in _BATCH_STATISTICS and grad_enabled:
                 self._refuse_batch_statistics(name, args, kwargs)
             out = func(*args, **kwargs)
-            if data:
-                self._mark(_name(func), data, args, kwargs, out)
+            if data or shared:
+                self._mark(name, data, args, kwargs, out)
             return out
-        name = _name(func)
-        if data and name not in _SHAPE_ONLY:
+        if data:
             from sparsedp.capture.rules import run_use
 
             return run_use(self, name, func, args, kwargs, expressions)
-        return self._derive(name, func, args, kwargs, expressions)
+        return self._derive(name, func, args, kwargs, expressions, shared)
+
+    def _require_expression(self, tensor: Tensor, operation: str) -> Expression | None:
+        found = self.expression(tensor)
+        if found is None and tensor.requires_grad and not tensor.is_leaf:
+            raise UnsupportedError(
+                f"Operation '{operation}'{self._where()}: an operand carries a gradient, but capture did not see where it "
+                "comes from (a thread, numpy, or a custom function?). Compute it with torch operations in forward()."
+            )
+        return found
+
+    def _write(
+        self,
+        name: str,
+        func: Callable,
+        args: tuple,
+        kwargs: dict,
+        target: Tensor,
+        data: list[Tensor],
+        made: list[Expression],
+    ) -> Any:
+        """An operation that changes `target` in place."""
+        protected = self._storages.get(target.untyped_storage().data_ptr())
+        if protected is not None:
+            if data:
+                raise self._refuse_write(protected)
+            out = func(*args, **kwargs)
+            self._kept = self._versions()  # changed without looking at the batch, such as spectral_norm's vectors
+            return out
+        if made and any(expression.tensor is target for expression in made):
+            raise self.refuse(name, made[0].names, "it changes a copy of the parameter in place", "use the form that "
+                              "returns a new tensor")  # fmt: skip
+        if made:
+            from sparsedp.capture.rules import run_use
+
+            return run_use(self, name, func, args, kwargs, made)
+        before = self._info.get(target)
+        out = func(*args, **kwargs)
+        if data:
+            self._info[target] = self._after_write(name, args, kwargs, target, before, data)
+        return out
+
+    def _after_write(
+        self, name: str, args: tuple, kwargs: dict, target: Tensor, before: Any, data: list[Tensor]
+    ) -> Info:
+        written = [tensor for tensor in data if tensor is not target]
+        if isinstance(before, UnitData) and not written:
+            return before  # a constant was written
+        if name == "setitem" and len(written) == 1 and isinstance(args[2], Tensor) and args[2] is written[0]:
+            info = self._info[written[0]]
+            if isinstance(info, Mixed) or info.axis is None:
+                return UnitData(None)
+            axis = written_axis(target, args[1], info.axis, written[0], self.units)
+            return (
+                before
+                if isinstance(before, UnitData) and before.axis == axis
+                else UnitData(axis if before is None else None)
+            )
+        known: list[tuple[Tensor, Info]] = [(tensor, self._info[tensor]) for tensor in data]
+        return follow(plain_name(name), args, kwargs, known, target, self.units, self._where())
 
     def _refuse_batch_statistics(self, name: str, args: tuple, kwargs: dict) -> None:
         """Normalisation over the batch, or with running statistics, also where its own weights are frozen."""
@@ -346,13 +450,20 @@ class Capture:
                 "Use GroupNorm or LayerNorm, or put the layer in eval()."
             )
 
-    def _derive(self, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression]) -> Any:
+    def _derive(
+        self, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression], shared: bool
+    ) -> Any:
         out = func(*args, **kwargs)
         ids = None
         if len(expressions) == 1 and expressions[0].tensor is expressions[0].parameters[0][1]:
             from sparsedp.capture.rules import public_ids
 
             ids = public_ids(name, args, kwargs)
+        if shared and (ids is not None or name in ("embedding", "embedding_bag", "getitem", "index_select")):
+            raise self.refuse(
+                name, expressions[0].names, "its ids come from an input that does not have the units on axis 0",
+                "give every unit its own ids, (batch, ...), or make ids that all units share inside of forward()",
+            )  # fmt: skip
         parameters = tuple(dict(pair for e in expressions for pair in e.parameters).items())
         for tensor in _all_tensors(out):
             if tensor.requires_grad and id(tensor) not in self._names:
@@ -362,51 +473,19 @@ class Capture:
     def _mark(self, name: str, data: list[Tensor], args: tuple, kwargs: dict, out: Any) -> None:
         """Notes where the units are in the result of an operation on activations."""
         outputs = [tensor for tensor in _all_tensors(out) if id(tensor) not in self._names]
-        if name == "setitem" or (name.endswith("_") and isinstance(args[0], Tensor) and not self.is_data(args[0])):
-            self._info[args[0]] = UnitData(find_axis(args[0].shape, self.units))
+        if not outputs or name.startswith("new_"):
             return
-        if not outputs or name.startswith("new_") or (name in _SHAPE_ONLY and not self.is_data(args[0])):
+        if name in _SHAPE_ONLY and not self.is_data(args[0]) and self._info.get(args[0]) is not _SHARED:
+            return  # a constant in the shape of an activation
+        if name in _SHAPE_ONLY:
+            data = [tensor for tensor in data if tensor is args[0]]
+        if not data:
+            for tensor in outputs:  # made of shared inputs and constants alone
+                self._info[tensor] = _SHARED
             return
-        known = [(tensor, self._info[tensor]) for tensor in data]
-        mixed = next((info for _, info in known if isinstance(info, Mixed)), None)
-        placed = [(t, info.axis) for t, info in known if isinstance(info, UnitData) and info.axis is not None]
-        if mixed is not None:
-            if placed and name not in _SHAPE_ONLY and self.units > 1:
-                raise UnitsMixedError(
-                    f"Operation '{name}' combines each unit with '{mixed.operation}' over the whole batch, "
-                    "so one unit's "
-                    f"loss depends on the others and clipping bounds nothing{self._where()}. Use per-unit statistics "
-                    "(LayerNorm instead of BatchNorm), or reduce over the batch only in the loss."
-                )
-            info: UnitData | Mixed = mixed
-            for tensor in outputs:
-                self._info[tensor] = info
-            return
-        if not placed:
-            for tensor in outputs:
-                self._info[tensor] = UnitData(None)
-            return
-        source, axis = placed[0]
-        if reduces_units(name, axis, source, args, kwargs):
-            for tensor in outputs:
-                self._info[tensor] = Mixed(name)
-            return
+        known: list[tuple[Tensor, Info]] = [(tensor, self._info[tensor]) for tensor in data]
         for tensor in outputs:
-            if name == "einsum":
-                found = [_einsum_axis(args, t, a) for t, a in placed]
-            elif name in _ALIGNING:
-                found = [output_axis(name, a, t, tensor, args, kwargs) for t, a in placed]
-            else:
-                found = [output_axis(name, axis, source, tensor, args, kwargs)]
-            distinct = {a for a in found if a is not None and a.fits(tensor.shape, self.units)}
-            if len(distinct) > 1 and self.units > 1:
-                raise UnitsMixedError(
-                    f"Operation '{name}' compares every unit of the batch with every other one (in-batch "
-                    "negatives?), so "
-                    f"one unit's loss depends on the others and clipping bounds nothing{self._where()}. "
-                    "Draw negatives from a public distribution instead."
-                )
-            self._info[tensor] = UnitData(distinct.pop() if distinct else None)
+            self._info[tensor] = follow(name, args, kwargs, known, tensor, self.units, self._where())
 
     def _where(self) -> str:
         where = next((name for name in reversed(self._stack) if name), "")
@@ -419,6 +498,13 @@ class _Derived:
 
     parameters: tuple[tuple[str, Tensor], ...]
     ids: Tensor | None
+
+
+class _Shared:
+    """An input that does not have the units on axis 0, such as a mask for all: as good as constant, but not for ids."""
+
+
+_SHARED = _Shared()
 
 
 class _Mode(TorchFunctionMode):
@@ -491,9 +577,23 @@ def _refuse_surroundings() -> None:
 def _name(func: Callable) -> str:
     """'matmul' for torch.matmul, Tensor.matmul, Tensor.__matmul__; 'T' for the property."""
     name = getattr(func, "__name__", str(func))
+    if name == "__set__":
+        return "set_" + str(getattr(getattr(func, "__self__", None), "__name__", ""))
     if name == "__get__":
         return str(getattr(getattr(func, "__self__", None), "__name__", name))
     return name.strip("_") if name.startswith("__") else name
+
+
+def _written(name: str, args: tuple, kwargs: dict) -> Tensor | None:
+    """The tensor that an operation changes in place, if any."""
+    if isinstance(kwargs.get("out"), Tensor):
+        return kwargs["out"]
+    in_place = name == "setitem" or name == "set_data" or (name.endswith("_") and name != "requires_grad_")
+    in_place = in_place or (name.startswith("i") and name[1:] in _IN_PLACE_OPERATORS)
+    return args[0] if in_place and args and isinstance(args[0], Tensor) else None
+
+
+_IN_PLACE_OPERATORS = {"add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor", "lshift", "rshift"}
 
 
 def _operands(args: tuple, kwargs: dict) -> Iterator[Tensor]:
@@ -507,26 +607,15 @@ def _operands(args: tuple, kwargs: dict) -> Iterator[Tensor]:
                     yield item
 
 
-def _all_tensors(value: Any) -> Iterator[Tensor]:
+def _all_tensors(value: Any, objects: bool = False) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists and mappings and, with `objects`, in the attributes of any object."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from _all_tensors(item)
+            yield from _all_tensors(item, objects)
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _all_tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _all_tensors(getattr(value, field.name))
-
-
-def _einsum_axis(args: tuple, operand: Tensor, axis: UnitAxis) -> UnitAxis | None:
-    equation = args[0]
-    operands = list(args[1]) if isinstance(args[1], (tuple, list)) else list(args[1:])
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
-        return None
-    inputs, output = equation.replace(" ", "").split("->")
-    position = next(i for i, candidate in enumerate(operands) if candidate is operand)
-    letter = inputs.split(",")[position][axis.dim]
-    return UnitAxis(output.index(letter), axis.inner) if letter in output else None
+            yield from _all_tensors(item, objects)
+    elif objects and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
+        yield from _all_tensors(vars(value), objects)

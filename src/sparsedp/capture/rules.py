@@ -24,7 +24,7 @@ from sparsedp.capture.expressions import (
     place_built,
     place_linear,
 )
-from sparsedp.capture.tracking import UnitAxis, UnitData, output_axis, unit_first
+from sparsedp.capture.tracking import UnitAxis, unit_first
 from sparsedp.capture.uses import Lookup
 
 Rule = Callable[[Capture, str, Callable, tuple, dict], Any]
@@ -61,16 +61,28 @@ def run_use(
 def public_ids(name: str, args: tuple, kwargs: dict) -> Tensor | None:
     """The ids of a lookup that does not depend on the batch, such as position(torch.arange(L))."""
     ids: Any = None
+    skip = None
     if name == "embedding":
-        bound = _bind(("input", "weight", "padding_idx", "max_norm"), args, kwargs)
-        ids = bound["input"]
-        if bound.get("padding_idx") is not None:
-            ids = ids.masked_fill(ids == bound["padding_idx"], -1)
-    elif name in ("getitem", "index_select"):
-        ids = args[-1] if name == "getitem" or args[1] == 0 else None
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        bound = _bind(("input", "weight", "padding_idx"), args, kwargs)
+        ids, table, skip = bound["input"], bound["weight"], bound.get("padding_idx")
+    elif name == "getitem":
+        table, ids = args
+    elif name == "index_select":
+        bound = _bind(("input", "dim", "index"), args, kwargs)
+        table, ids = bound["input"], bound["index"] if bound["dim"] == 0 else None
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or table.ndim != 2:
         return None
-    return ids.long()
+    return _without_padding(_wrapped(ids, table.shape[0]), table.shape[0], skip)
+
+
+def _wrapped(ids: Tensor, rows: int) -> Tensor:
+    """Negative ids count from the end."""
+    return torch.where(ids < 0, ids + rows, ids).long()
+
+
+def _without_padding(ids: Tensor, rows: int, skip: int | None) -> Tensor:
+    """-1 for the ids that stand for padding, which have no gradient."""
+    return ids if skip is None else ids.masked_fill(ids == skip % rows, -1)
 
 
 def _bind(names: Sequence[str], args: tuple, kwargs: dict) -> dict[str, Any]:
@@ -113,6 +125,13 @@ def _table(capture: Capture, name: str, weight: Any) -> tuple[Expression, int]:
     return table, table.offset // width if width else 0
 
 
+def _require_functional(capture: Capture, name: str, func: Callable, functional: Callable, args: tuple) -> None:
+    """torch.x and torch.nn.functional.x may share a name, but not the order of their arguments."""
+    if func is not functional:
+        names = _names(capture, [value for value in args if isinstance(value, Tensor)])
+        raise capture.refuse(name, names, f"torch.{name} takes other arguments", f"use torch.nn.functional.{name}")
+
+
 def _record_lookup(
     capture: Capture, name: str, table: Expression, first: int, ids: Tensor, out: Tensor, skip: int | None
 ) -> Tensor:
@@ -137,13 +156,13 @@ def _record_lookup(
 def _embedding(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     order = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     bound = _bind(order, args, kwargs)
+    _require_functional(capture, name, func, F.embedding, args)
     table, first = _table(capture, name, bound["weight"])
     _refuse_lookup_options(capture, name, table, bound)
     ids = bound["input"]
     out = F.embedding(ids, table.tensor.detach())
     skip = bound.get("padding_idx")
-    if skip is not None and skip < 0:
-        skip += table.tensor.shape[0]
+    skip = None if skip is None else skip % table.tensor.shape[0]
     return _record_lookup(capture, name, table, first, ids, out, skip)
 
 
@@ -161,8 +180,8 @@ def _getitem(capture: Capture, name: str, func: Callable, args: tuple, kwargs: d
             ids = ids[0]
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         raise _NotThisForm
-    wrapped = torch.where(ids < 0, ids + table.tensor.shape[0], ids)
-    capture._info[wrapped] = capture._info[ids]
+    wrapped = _wrapped(ids, table.tensor.shape[0])
+    capture.place(wrapped, capture.axis(ids, name, table.names))
     out = F.embedding(wrapped, table.tensor.detach())
     return _record_lookup(capture, name, table, first, wrapped, out, None)
 
@@ -172,6 +191,7 @@ def _embedding_bag(capture: Capture, name: str, func: Callable, args: tuple, kwa
     order = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse",
              "per_sample_weights", "include_last_offset", "padding_idx")  # fmt: skip
     bound = _bind(order, args, kwargs)
+    _require_functional(capture, name, func, F.embedding_bag, args)
     # F.embedding_bag accepts (weight, input) in the wrong order for historical reasons; so does capture.
     if not bound["input"].is_floating_point():
         pass
@@ -457,8 +477,7 @@ def _elementwise(capture: Capture, name: str, func: Callable, args: tuple, kwarg
         return value if found is None else _tap(capture, name, found, axis, ndim, size)
 
     out = func(*[tapped(value) for value in args], **{key: tapped(value) for key, value in kwargs.items()})
-    capture._info[out] = UnitData(axis)
-    return out
+    return capture.place(out, axis)
 
 
 def _names(capture: Capture, operands: list[Tensor]) -> str:
@@ -519,7 +538,7 @@ def _require_small(capture: Capture, name: str, expression: Expression) -> None:
 def _join(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     """Parameters beside activations, such as a class token: each facing the units on the same axis."""
     tensors = list(kwargs.get("tensors", args[0] if args else ()))
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
     data = next(tensor for tensor in tensors if capture.is_data(tensor))
     names = _names(capture, tensors)
     axis = capture.axis(data, name, names)
@@ -530,8 +549,8 @@ def _join(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict
         found = capture.expression(tensor)
         pieces.append(tensor if found is None else _tap(capture, name, found, axis, tensor.ndim, capture.units))
     out = func(pieces, dim)
-    capture._info[out] = UnitData(output_axis(name, axis, data, out, (tensors, dim), {}))
-    return out
+    before = name == "stack" and dim % out.ndim <= axis.dim
+    return capture.place(out, axis.shifted(1 if before else 0))
 
 
 # ---------------------------------------------------------------------- normalisation
@@ -544,23 +563,35 @@ def _scale_and_shift(capture: Capture, normal: Tensor, weight: Any, bias: Any) -
         return normal if bias is None else normal + bias
 
 
-def _follow(capture: Capture, source: Tensor, out: Tensor) -> Tensor:
-    capture._info[out] = capture._info[source]
-    return out
+def _follow(capture: Capture, name: str, source: Tensor, out: Tensor, trailing: int) -> Tensor:
+    """A normalised activation: its units are where they were, and not among the `trailing` dimensions."""
+    axis = capture.axis(source, name, "of the layer")
+    if axis.dim >= source.ndim - trailing:
+        raise capture.refuse(name, "of the layer", "it normalises over the units of the batch", "keep the batch first")
+    return capture.place(out, axis)
+
+
+def _trailing(bound: dict[str, Any]) -> int:
+    shape = bound["normalized_shape"]
+    return len(shape) if isinstance(shape, (tuple, list, torch.Size)) else 1
 
 
 @rule("layer_norm")
 def _layer_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     bound = _bind(("input", "normalized_shape", "weight", "bias", "eps"), args, kwargs)
     weight, bias = bound.pop("weight", None), bound.pop("bias", None)
-    return _scale_and_shift(capture, _follow(capture, bound["input"], F.layer_norm(**bound)), weight, bias)
+    return _scale_and_shift(
+        capture, _follow(capture, name, bound["input"], F.layer_norm(**bound), _trailing(bound)), weight, bias
+    )
 
 
 @rule("rms_norm")
 def _rms_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     bound = _bind(("input", "normalized_shape", "weight", "eps"), args, kwargs)
     weight = bound.pop("weight", None)
-    return _scale_and_shift(capture, _follow(capture, bound["input"], F.rms_norm(**bound)), weight, None)
+    return _scale_and_shift(
+        capture, _follow(capture, name, bound["input"], F.rms_norm(**bound), _trailing(bound)), weight, None
+    )
 
 
 def _by_channel(capture: Capture, parameter: Any, ndim: int) -> Any:
@@ -576,11 +607,12 @@ def _group_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs
     bound = _bind(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
     x = bound["input"]
     weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
-    return _scale_and_shift(capture, _follow(capture, x, F.group_norm(**bound)), weight, bias)
+    return _scale_and_shift(capture, _follow(capture, name, x, F.group_norm(**bound), x.ndim - 1), weight, bias)
 
 
 @rule("instance_norm")
 def _instance_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    _require_functional(capture, name, func, F.instance_norm, args)
     order = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
     bound = _bind(order, args, kwargs)
     names = _names(capture, [t for t in (bound.get("weight"), bound.get("bias")) if t is not None])
@@ -593,11 +625,12 @@ def _instance_norm(capture: Capture, name: str, func: Callable, args: tuple, kwa
         )
     x = bound["input"]
     weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
-    return _scale_and_shift(capture, _follow(capture, x, F.instance_norm(**bound)), weight, bias)
+    return _scale_and_shift(capture, _follow(capture, name, x, F.instance_norm(**bound), x.ndim - 1), weight, bias)
 
 
 @rule("batch_norm")
 def _batch_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    _require_functional(capture, name, func, F.batch_norm, args)
     order = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     bound = _bind(order, args, kwargs)
     x = bound["input"]
@@ -610,7 +643,7 @@ def _batch_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs
             "use GroupNorm or LayerNorm, or put it in eval()",
         )
     weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
-    return _scale_and_shift(capture, _follow(capture, x, F.batch_norm(**bound)), weight, bias)
+    return _scale_and_shift(capture, _follow(capture, name, x, F.batch_norm(**bound), x.ndim - 1), weight, bias)
 
 
 @rule("multi_head_attention_forward")
@@ -684,10 +717,10 @@ def _unit_by_unit(
         raise capture.refuse(name, names, f"it cannot run unit by unit ({error})", instead) from error
     with torch.no_grad():
         plain = func(*_detached(capture, args), **_detached(capture, kwargs))
-    if plain.shape != out.shape or not torch.allclose(plain, out, rtol=1e-3, atol=1e-4, equal_nan=True):
+    closeness = 1e-4 * float(plain.abs().amax()) if plain.numel() else 0.0
+    if plain.shape != out.shape or not torch.allclose(plain, out, rtol=1e-3, atol=closeness, equal_nan=True):
         raise capture.refuse(name, names, "its result for one unit depends on the others", instead)
-    capture._info[out] = UnitData(UnitAxis(0))
-    return out
+    return capture.place(out, UnitAxis(0))
 
 
 class _Place:

@@ -1,8 +1,9 @@
 """Where the units are: follows the unit axis of every tensor that is computed from a batch.
 
 Clipping needs to know which part of an activation belongs to which unit. A model may transpose, flatten or stack its
-activations, so the position of the units is followed through the forward pass instead of being guessed from sizes
-(a sequence as long as the batch is large would fool a guess).
+activations, so the position of the units is followed through the forward pass instead of being guessed from sizes (a
+sequence as long as the batch is large would fool a guess). Only operations that are listed here keep an axis: anything
+else makes it unknown, and a parameter that meets an activation with unknown units is refused.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from sparsedp.errors import UnitsMixedError
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ class Mixed:
     operation: str
 
 
+Info = UnitData | Mixed
+
+
 def unit_first(tensor: Tensor, axis: UnitAxis, units: int) -> Tensor:
     """The tensor with its units on axis 0: (units, ...). Other positions keep their order."""
     shape = tensor.shape
@@ -57,164 +63,417 @@ def unit_first(tensor: Tensor, axis: UnitAxis, units: int) -> Tensor:
     return split.movedim(axis.dim + 1, 0)
 
 
-def find_axis(shape: Sequence[int], units: int) -> UnitAxis | None:
-    """The unit axis of a tensor of which only the shape is known: the only dimension of the right size."""
-    candidates = [dim for dim, size in enumerate(shape) if size == units]
-    return UnitAxis(candidates[0]) if len(candidates) == 1 else None
+@dataclass(frozen=True)
+class Call:
+    """One operation on activations."""
+
+    name: str
+    args: tuple
+    kwargs: dict
+    out: Tensor
+    units: int
+    data: int = 1  # how many of the operands depend on the batch
+
+    def argument(self, position: int, *names: str, default: Any = None) -> Any:
+        for name in names:
+            if name in self.kwargs:
+                return self.kwargs[name]
+        return self.args[position] if len(self.args) > position else default
+
+    def numbers(self, position: int, *names: str) -> list[int]:
+        """Sizes or dimensions, given as view(2, 3), view((2, 3)) or by name."""
+        value = self.argument(position, *names)
+        if isinstance(value, (tuple, list, torch.Size)):
+            return list(value)
+        rest = [v for v in self.args[position:] if isinstance(v, int)]
+        return rest if rest else ([] if value is None else [value])
 
 
-Rule = Callable[[UnitAxis, Tensor, Tensor, tuple, dict], "UnitAxis | None"]
+# A rule gives the axis in the result for one operand and its axis: None if it is lost, Mixed if units are combined.
+Rule = Callable[[Call, Tensor, UnitAxis], "UnitAxis | Mixed | None"]
 _RULES: dict[str, Rule] = {}
+# Operations whose operands all carry units: each is followed, and they must agree.
+_JOINT: set[str] = set()
 
 
-def _rule(*names: str) -> Callable[[Rule], Rule]:
+def _rule(*names: str, joint: bool = False) -> Callable[[Rule], Rule]:
     def register(rule: Rule) -> Rule:
         for name in names:
             _RULES[name] = rule
+        if joint:
+            _JOINT.update(names)
         return rule
 
     return register
 
 
-def output_axis(name: str, axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis | None:
-    """The unit axis of `out`, the result of operation `name` on `source` (its first argument with units)."""
-    rule = _RULES.get(name)
-    if rule is not None:
-        return rule(axis, source, out, args, kwargs)
-    if out.ndim >= source.ndim:  # elementwise with broadcasting, matrix products: dimensions align from the right
-        moved = axis.shifted(out.ndim - source.ndim)
-        return moved if out.shape[moved.dim] == source.shape[axis.dim] else None
-    same = out.ndim > axis.dim and out.shape[: axis.dim + 1] == source.shape[: axis.dim + 1]
-    return axis if same else None
+def plain_name(name: str) -> str:
+    """The name without the underscore of in-place operations."""
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
-def reduces_units(name: str, axis: UnitAxis, source: Tensor, args: tuple, kwargs: dict) -> bool:
-    """Whether operation `name` reduces over the unit axis of its argument."""
-    if name not in _REDUCTIONS:
-        return False
-    dims = _reduced_dims(name, source, args, kwargs)
-    return axis.dim in dims
+def follow(
+    name: str, args: tuple, kwargs: dict, operands: list[tuple[Tensor, Info]], out: Tensor, units: int, where: str
+) -> Info:
+    """What is known of `out`, the result of an operation on `operands`; raises if it mixes units for certain."""
+    call = Call(plain_name(name), args, kwargs, out, units, len(operands))
+    mixed = [info for _, info in operands if isinstance(info, Mixed)]
+    if mixed:
+        return _follow_mixed(call, operands, mixed[0], where)
+    placed = [(tensor, info.axis) for tensor, info in operands if isinstance(info, UnitData) and info.axis is not None]
+    rule = _RULES.get(call.name)
+    if not placed or rule is None:
+        return UnitData(None)
+    joint = call.name in _JOINT
+    if len(placed) < len(operands) and joint and units > 1:
+        raise UnitsMixedError(
+            f"Operation '{name}'{where} combines units with a tensor in which their position is not known, so it may give "
+            "one unit a part of another. Keep the batch on an axis of its own, and do not permute or select along it."
+        )
+    if not joint and (len(operands) > 1 or operands[0][0] is not _first(args, kwargs)):
+        return UnitData(None)
+    found = {rule(call, tensor, axis) for tensor, axis in placed}
+    lost = None in found
+    combined = next((axis for axis in found if isinstance(axis, Mixed)), None)
+    axes = {axis for axis in found if isinstance(axis, UnitAxis) and axis.fits(out.shape, units)}
+    if combined is not None:
+        if out.requires_grad and combined.operation not in _LINEAR_REDUCTIONS and units > 1:
+            raise UnitsMixedError(
+                f"Operation '{name}'{where} combines the units of the batch, so one unit's loss depends on the others and "
+                "clipping bounds nothing. Use per-unit statistics (LayerNorm instead of BatchNorm), and batch_first=True "
+                "where the batch comes first."
+            )
+        return combined
+    if len(axes) > 1 and units > 1:
+        raise UnitsMixedError(
+            f"Operation '{name}'{where} compares every unit of the batch with every other one (in-batch negatives?), so "
+            "one unit's loss depends on the others and clipping bounds nothing. Draw negatives from a public distribution "
+            "instead."
+        )
+    return UnitData(axes.pop() if axes and not lost else None)
 
 
-_REDUCTIONS = {
-    "sum", "mean", "std", "var", "amax", "amin", "max", "min", "prod", "norm", "logsumexp", "any", "all", "median",
-    "quantile", "nanmean", "nansum", "std_mean", "var_mean", "vector_norm", "argmax", "argmin", "softmax",
-    "log_softmax", "cumsum", "sort", "topk", "cumprod", "count_nonzero", "aminmax", "nanmedian", "mode", "kthvalue",
+# What may be done with a value that was summed over the batch: it must stay linear in the units' parts.
+_LINEAR_REDUCTIONS = {"sum", "mean"}
+_LINEAR_ON_MIXED = {"add", "radd", "sub", "rsub", "neg", "sum", "mean", "stack", "cat", "clone", "detach", "to", "float",
+                    "double", "squeeze", "unsqueeze", "reshape", "view", "flatten", "getitem", "expand"}  # fmt: skip
+_DIVISION = {"div", "truediv", "divide", "true_divide"}
+
+
+def _follow_mixed(call: Call, operands: list[tuple[Tensor, Info]], mixed: Mixed, where: str) -> Info:
+    if call.units > 1 and any(isinstance(info, UnitData) for _, info in operands):
+        raise UnitsMixedError(
+            f"Operation '{call.name}'{where} combines each unit with '{mixed.operation}' over the whole batch, so one unit's "
+            "loss depends on the others and clipping bounds nothing. Use per-unit statistics (LayerNorm instead of "
+            "BatchNorm), or reduce over the batch only in the loss."
+        )
+    alone = len(operands) == 1
+    scaled = alone and (
+        call.name in ("mul", "rmul", "multiply") or (call.name in _DIVISION and operands[0][0] is call.args[0])
+    )
+    linear = call.name in _LINEAR_ON_MIXED or scaled
+    if call.out.requires_grad and not linear and call.units > 1:
+        raise UnitsMixedError(
+            f"Operation '{call.name}'{where} acts on a sum or mean over the whole batch. The loss must be a mean or sum over "
+            "units of something that each unit decides alone, divided by constants only."
+        )
+    return mixed
+
+
+def _first(args: tuple, kwargs: dict) -> Any:
+    if args:
+        return args[0][0] if isinstance(args[0], (tuple, list)) and args[0] else args[0]
+    return kwargs.get("input")
+
+
+# ---------------------------------------------------------------------- elementwise
+
+
+def _pointwise_names() -> set[str]:
+    """What torch itself tags as pointwise, the operators, and layers that act on each element."""
+    names = set()
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        overloads = packet.overloads() if hasattr(packet, "overloads") else []
+        if any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads):
+            names.add(plain_name(name.strip("_") if name.startswith("__") else name))
+    names -= {"max", "min"}  # reductions as well: these have their own rule
+    operators = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+    names |= {prefix + name for name in operators for prefix in ("", "r", "i")}
+    return names | {
+        "lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "bool", "float", "double", "half", "long", "int",
+        "type", "to", "cpu", "clone", "detach", "contiguous", "requires_grad", "dropout", "alpha_dropout", "feature_dropout",
+        "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "softsign", "logsigmoid", "tanhshrink", "hardswish",
+        "rrelu", "multiply", "subtract", "divide", "floor_divide", "negative", "absolute", "fix", "masked_fill", "nan_to_num",
+        "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "full_like", "bernoulli", "copysign", "greater",
+        "less", "greater_equal", "less_equal", "not_equal", "type_as", "copy", "zero", "fill",
+    }  # fmt: skip
+
+
+def _aligned(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    """Broadcasting aligns dimensions from the right."""
+    moved = axis.shifted(call.out.ndim - source.ndim)
+    return moved if moved.dim >= 0 and call.out.shape[moved.dim] == source.shape[axis.dim] else None
+
+
+for _name in _pointwise_names():
+    _RULES[_name] = _aligned
+    _JOINT.add(_name)
+
+
+# ---------------------------------------------------------------------- reductions and what acts along a dimension
+
+# Position of the dimension among the arguments, and its default: "all" reduces everything.
+_REDUCTIONS: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys(
+        ("sum", "mean", "std", "var", "amax", "amin", "prod", "logsumexp", "any", "all", "nanmean", "nansum", "std_mean",
+         "var_mean", "argmax", "argmin", "count_nonzero", "max", "min", "median", "nanmedian", "aminmax"), (1, "all"),
+    ),
+    **dict.fromkeys(("norm", "vector_norm", "quantile", "nanquantile"), (2, "all")),
+    "kthvalue": (2, -1),
+    "mode": (1, -1),
 }  # fmt: skip
-_KEEP_SHAPE = {"softmax", "log_softmax", "cumsum", "cumprod", "sort", "topk"}
+_ALONG: dict[str, tuple[int, Any]] = {
+    **dict.fromkeys(
+        ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"), (1, None)
+    ),
+    **dict.fromkeys(("sort", "argsort", "glu"), (1, -1)),
+    "topk": (2, -1),
+    "normalize": (2, 1),
+    "gumbel_softmax": (4, -1),
+    "diff": (2, -1),
+}
+_SHUFFLING: dict[str, tuple[int, Any]] = {"flip": (1, None), "roll": (2, None)}
 
 
-def _dim_argument(args: tuple, kwargs: dict) -> Any:
-    """The `dim` of a reduction: by name, or the first number or list of numbers after the tensor."""
-    for key in ("dim", "axis"):
-        if key in kwargs:
-            return kwargs[key]
-    for value in args[1:]:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-        if isinstance(value, (tuple, list)) and value and all(isinstance(v, int) for v in value):
-            return value
+def _dims(call: Call, position: int, default: Any, ndim: int) -> set[int] | None:
+    """The dimensions that an operation acts along; None if that cannot be told."""
+    value = call.argument(position, "dim", "axis", "dims", default=default)
+    if call.name == "flip" and len(call.args) > 2:
+        value = list(call.args[1:])
+    if value is None or (isinstance(value, (tuple, list)) and not value):
+        value = default
+    if value == "all":
+        return set(range(ndim))
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {value % max(ndim, 1)}
+    if isinstance(value, (tuple, list)) and all(isinstance(v, int) for v in value):
+        return {v % max(ndim, 1) for v in value}
     return None
 
 
-def _reduced_dims(name: str, source: Tensor, args: tuple, kwargs: dict) -> set[int]:
-    arguments = args
-    if name in {
-        "norm",
-        "vector_norm",
-        "quantile",
-        "nanquantile",
-        "topk",
-        "kthvalue",
-        "logsumexp",
-        "std",
-        "var",
-    }:
-        # The first number of these may be an order or a count, not a dimension.
-        skip = 2 if name in {"norm", "vector_norm", "quantile", "nanquantile", "topk", "kthvalue"} else 1
-        arguments = (None, *args[skip:])
-    dim = _dim_argument(arguments, kwargs)
-    if dim is None:
-        if name in {"topk", "kthvalue", "sort", "median", "mode"}:
-            return {source.ndim - 1}
-        return set(range(source.ndim))
-    dims = [dim] if isinstance(dim, int) else list(dim)
-    return {d % max(source.ndim, 1) for d in dims}
+@_rule(*_REDUCTIONS, joint=True)
+def _reduction(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    if call.name in ("max", "min") and isinstance(call.argument(1, "other"), Tensor):
+        return _aligned(call, source, axis)
+    dims = _dims(call, *_REDUCTIONS[call.name], source.ndim)
+    if dims is None:
+        return None
+    if axis.dim in dims:
+        return Mixed(call.name)
+    return axis if call.out.ndim == source.ndim else axis.shifted(-sum(1 for d in dims if d < axis.dim))
 
 
-def _reduction(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis | None:
-    if out.ndim == source.ndim:
-        return axis
-    dims = _reduced_dims("", source, args, kwargs)
-    removed = sum(1 for d in dims if d < axis.dim)
-    return axis.shifted(-removed)
+@_rule(*_ALONG)
+def _along(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    dims = _dims(call, *_ALONG[call.name], source.ndim)
+    if dims is None:
+        return None
+    return Mixed(call.name) if axis.dim in dims else axis
 
 
-for _name in _REDUCTIONS - _KEEP_SHAPE:
-    _RULES[_name] = _reduction
+@_rule(*_SHUFFLING)
+def _shuffling(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    dims = _dims(call, *_SHUFFLING[call.name], source.ndim)
+    return None if dims is None or axis.dim in dims else axis
 
 
-@_rule("transpose", "swapaxes", "swapdims", "transpose_")
-def _transpose(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis:
-    named = [kwargs[k] for k in ("dim0", "dim1", "axis0", "axis1") if k in kwargs]
-    one, other = (d % source.ndim for d in [*args[1:3], *named])
+@_rule("layer_norm", "rms_norm")
+def _trailing_norm(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    shape = call.argument(1, "normalized_shape")
+    count = len(shape) if isinstance(shape, (tuple, list, torch.Size)) else 1
+    return axis if axis.dim < source.ndim - count else Mixed(call.name)
+
+
+@_rule("cosine_similarity", "pairwise_distance", joint=True)
+def _compare(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    default = 1 if call.name == "cosine_similarity" else -1
+    ndim = max(value.ndim for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor))
+    dim = (call.argument(2, "dim", default=default) if call.name == "cosine_similarity" else -1) % ndim
+    moved = axis.shifted(ndim - source.ndim)
+    if moved.dim == dim:
+        return Mixed(call.name)
+    return moved if call.out.ndim == ndim else moved.shifted(-1 if dim < moved.dim else 0)
+
+
+_LOSSES = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss",
+           "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss", "soft_margin_loss"}  # fmt: skip
+
+
+@_rule(*_LOSSES, joint=True)
+def _loss(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    reduction = call.kwargs.get("reduction", "mean")
+    if reduction != "none":
+        return Mixed("mean" if _counts_everything(call) else "a mean over valid positions")
+    return axis if axis == UnitAxis(0) and call.out.ndim and call.out.shape[0] == source.shape[0] else None
+
+
+def _counts_everything(call: Call) -> bool:
+    """Whether a loss divides by a number that no unit's data decides."""
+    if call.name not in ("cross_entropy", "nll_loss") or call.kwargs.get("reduction", "mean") != "mean":
+        return True
+    target = call.argument(1, "target")
+    ignored = call.kwargs.get("ignore_index", -100)
+    return not (target.dtype == torch.int64 and bool((target == ignored).any())) and call.kwargs.get("weight") is None
+
+
+# ---------------------------------------------------------------------- products
+
+
+@_rule("matmul", "mm", "bmm", "mv", "rmatmul", joint=True)
+def _product(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    left = call.argument(0, "input")
+    right = call.argument(1, "other", "mat2", "vec", "tensor")
+    if call.name == "rmatmul":
+        left, right = right, left
+    is_left, is_right = source is left, source is right
+    if is_left and is_right:
+        return Mixed(call.name)
+    if left.ndim == 1 or right.ndim == 1:
+        if is_left and left.ndim > 1 and axis.dim < left.ndim - 1:
+            return axis
+        return Mixed(call.name)
+    if axis.dim == (source.ndim - 1 if is_left else source.ndim - 2):
+        return Mixed(call.name)
+    return axis.shifted(call.out.ndim - source.ndim)
+
+
+@_rule("linear")
+def _linear(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    return axis if axis.dim < source.ndim - 1 else Mixed("linear")
+
+
+@_rule("einsum", joint=True)
+def _einsum(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    equation = call.args[0]
+    operands = list(call.args[1]) if isinstance(call.args[1], (tuple, list)) else list(call.args[1:])
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        return None
+    inputs, output = equation.replace(" ", "").split("->")
+    # The same tensor may stand in several places, with its units under several letters.
+    letters = {term[axis.dim] for term, operand in zip(inputs.split(","), operands) if operand is source}
+    if len(letters) != 1:
+        return Mixed("einsum")
+    letter = letters.pop()
+    return UnitAxis(output.index(letter), axis.inner) if letter in output else Mixed("einsum")
+
+
+@_rule("scaled_dot_product_attention", joint=True)
+def _attention(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    is_mask = source is call.argument(3, "attn_mask")
+    if axis.dim >= source.ndim - 2 and not is_mask:
+        return Mixed(call.name)
+    return axis.shifted(call.out.ndim - source.ndim)
+
+
+@_rule("cdist", joint=True)
+def _cdist(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    return axis.shifted(call.out.ndim - source.ndim) if axis.dim < source.ndim - 2 else Mixed("cdist")
+
+
+# ---------------------------------------------------------------------- layers that keep the batch in front
+
+_SPATIAL = {
+    **{f"{kind}{n}d": n for n in (1, 2, 3) for kind in ("conv", "conv_transpose")},
+    **{f"{kind}{n}d": n for n in (1, 2, 3) for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")},
+    "lp_pool1d": 1, "lp_pool2d": 2, "pixel_shuffle": 2, "pixel_unshuffle": 2,
+}  # fmt: skip
+
+
+@_rule(*_SPATIAL)
+def _spatial(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    batched = source.ndim == _SPATIAL[call.name] + 2
+    return axis if axis.dim == 0 and batched else None
+
+
+@_rule("group_norm", "instance_norm", "batch_norm", "interpolate", "upsample", "local_response_norm")
+def _batch_first(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    return axis if axis.dim == 0 and source.ndim >= 2 else None
+
+
+@_rule("pad")
+def _pad(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    padded = len(call.argument(1, "pad")) // 2
+    return axis if axis.dim < source.ndim - padded else None
+
+
+@_rule("tril", "triu")
+def _triangle(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    return axis if axis.dim < source.ndim - 2 else None
+
+
+@_rule("embedding", "one_hot")
+def _appends(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+    return axis  # one more dimension, at the end
+
+
+# ---------------------------------------------------------------------- shape
+
+
+@_rule("transpose", "swapaxes", "swapdims")
+def _transpose(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+    one = call.argument(1, "dim0", "axis0") % source.ndim
+    other = call.argument(2, "dim1", "axis1") % source.ndim
     return UnitAxis({one: other, other: one}.get(axis.dim, axis.dim), axis.inner)
 
 
-@_rule("T", "t", "t_")
-def _reverse(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis:
+@_rule("T", "t", "H")
+def _reverse(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
     return UnitAxis(source.ndim - 1 - axis.dim, axis.inner)
 
 
 @_rule("mT", "mH", "adjoint")
-def _last_two(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis:
+def _last_two(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
     n = source.ndim
     return UnitAxis({n - 1: n - 2, n - 2: n - 1}.get(axis.dim, axis.dim), axis.inner)
 
 
-def _sizes(args: tuple, kwargs: dict, *names: str) -> list[int]:
-    """The sizes or dimensions of a call such as view(2, 3) or view((2, 3))."""
-    for name in names:
-        if name in kwargs:
-            value = kwargs[name]
-            return list(value) if isinstance(value, (tuple, list)) else [value]
-    rest = args[1:]
-    return list(rest[0]) if rest and isinstance(rest[0], (tuple, list)) else [v for v in rest if isinstance(v, int)]
-
-
 @_rule("permute")
-def _permute(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis:
-    dims = [d % source.ndim for d in _sizes(args, kwargs, "dims")]
+def _permute(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+    dims = [d % source.ndim for d in call.numbers(1, "dims")]
     return UnitAxis(dims.index(axis.dim), axis.inner)
 
 
 @_rule("movedim", "moveaxis")
-def _movedim(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis:
-    # Move a one-hot of the dimensions alongside: its strides say where each went.
+def _movedim(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+    # Moves a tensor whose strides number its dimensions alongside: they say where each went.
     probe = torch.empty(1).as_strided([1] * source.ndim, list(range(source.ndim)))
-    moved = torch.movedim(probe, *args[1:], **{k: v for k, v in kwargs.items() if k != "input"})
-    return UnitAxis(moved.stride().index(axis.dim), axis.inner)
+    where = [call.argument(1, "source"), call.argument(2, "destination")]
+    return UnitAxis(torch.movedim(probe, *where).stride().index(axis.dim), axis.inner)
 
 
-@_rule("unsqueeze", "unsqueeze_")
-def _unsqueeze(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis:
-    dim = _sizes(args, kwargs, "dim")[0] % out.ndim
+@_rule("unsqueeze")
+def _unsqueeze(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+    dim = call.argument(1, "dim", "axis") % call.out.ndim
     return axis.shifted(1 if dim <= axis.dim else 0)
 
 
-@_rule("squeeze", "squeeze_")
-def _squeeze(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis | None:
-    named = _sizes(args, kwargs, "dim")
-    dims = {d % source.ndim for d in named} if named else set(range(source.ndim))
+@_rule("squeeze")
+def _squeeze(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    named = call.numbers(1, "dim", "axis")
+    dims = {d % max(source.ndim, 1) for d in named} if named else set(range(source.ndim))
     gone = {d for d in dims if source.shape[d] == 1}
     if axis.dim in gone:  # a batch of one, whose axis was squeezed away
         return None
     return axis.shifted(-sum(1 for d in gone if d < axis.dim))
 
 
-@_rule("reshape", "view", "flatten", "unflatten", "ravel", "view_as", "reshape_as", "contiguous", "_unsafe_view")
-def _reshape(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis | None:
+@_rule("reshape", "view", "flatten", "unflatten", "ravel", "view_as", "reshape_as", "_unsafe_view")
+def _reshape(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     """Row-major order is kept, so the number of elements behind a step of one unit is, too."""
+    out = call.out
+    if source is not call.argument(0, "input") or out.dtype != source.dtype:
+        return None
     if source.shape == out.shape:
         return axis
     if out.numel() == 0:
@@ -231,63 +490,99 @@ def _reshape(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: d
     return None
 
 
-@_rule("stack")
-def _stack(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis:
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % out.ndim
+@_rule("stack", joint=True)
+def _stack(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+    dim = call.argument(1, "dim", "axis", default=0) % call.out.ndim
     return axis.shifted(1 if dim <= axis.dim else 0)
 
 
-@_rule("cat", "concat", "concatenate", "hstack", "vstack")
-def _cat(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis | None:
-    if out.ndim != source.ndim:
-        return None
-    if out.shape[axis.dim] == source.shape[axis.dim] or axis.inner == 1:
+@_rule("cat", "concat", "concatenate", joint=True)
+def _cat(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    pieces = call.argument(0, "tensors")
+    dim = call.argument(1, "dim", "axis", default=0) % source.ndim
+    if dim != axis.dim:
         return axis
-    return None
+    # Along the units: whole batches one after another.
+    whole = axis.inner == 1 and all(piece.shape[dim] % max(call.units, 1) == 0 for piece in pieces)
+    return axis if whole and call.data == len(pieces) else None
 
 
-@_rule("expand", "expand_as", "broadcast_to", "repeat", "tile")
-def _expand(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis:
-    return axis.shifted(out.ndim - source.ndim)
+@_rule("expand", "broadcast_to", "repeat", "tile", "expand_as")
+def _expand(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+    return axis.shifted(call.out.ndim - source.ndim)
 
 
 @_rule("repeat_interleave")
-def _repeat_interleave(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis | None:
-    repeats = kwargs.get("repeats", args[1] if len(args) > 1 else None)
-    dim = kwargs.get("dim", args[2] if len(args) > 2 else None)
+def _repeat_interleave(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    repeats, dim = call.argument(1, "repeats"), call.argument(2, "dim")
     if not isinstance(repeats, int) or dim is None:
         return None
     return UnitAxis(axis.dim, axis.inner * repeats) if dim % source.ndim == axis.dim else axis
 
 
-@_rule("select")
-def _select(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis | None:
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % source.ndim
+@_rule("select", "unbind")
+def _select(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    dim = call.argument(1, "dim", default=0) % source.ndim
     return None if dim == axis.dim else axis.shifted(-1 if dim < axis.dim else 0)
 
 
-@_rule("unbind")
-def _unbind(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis | None:
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else 0) % source.ndim
-    return None if dim == axis.dim else axis.shifted(-1 if dim < axis.dim else 0)
+@_rule("chunk", "split", "tensor_split", "split_with_sizes")
+def _parts(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    dim = call.argument(2, "dim", "axis", default=0) % source.ndim
+    if dim != axis.dim:
+        return axis
+    # Whole batches, one after another: all parts begin where a batch does if they are equally long.
+    block = call.units * axis.inner
+    return axis if block and call.out.shape[dim] == block and source.shape[dim] % block == 0 else None
 
 
-@_rule("index_select", "narrow", "chunk", "split", "tensor_split", "split_with_sizes")
-def _part(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis | None:
-    return axis if out.shape[axis.dim] == source.shape[axis.dim] else None
+@_rule("narrow")
+def _narrow(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    return axis if call.argument(1, "dim") % source.ndim != axis.dim else None
 
 
-@_rule("embedding")
-def _embedding(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis:
-    return axis  # one more dimension at the end
+@_rule("index_select")
+def _index_select(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    return axis if call.argument(1, "dim") % source.ndim != axis.dim else None
 
 
-@_rule("getitem", "__getitem__")
-def _getitem(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: dict) -> UnitAxis | None:
-    index = args[1]
+@_rule("gather", "take_along_dim", joint=True)
+def _gather(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    dim = call.argument(1, "dim") if call.name == "gather" else call.argument(2, "dim")
+    return axis if isinstance(dim, int) and dim % source.ndim != axis.dim else None
+
+
+@_rule("getitem", joint=True)
+def _getitem(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    if source is not call.args[0]:
+        # An index that comes from the batch: fine beside an index that counts the units, checked below.
+        return axis if axis == UnitAxis(0) and _counts_units(call) else None
+    index = call.args[1]
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, (Tensor, list)) for item in items):
-        return _advanced_getitem(axis, source, out, items)
+        if axis != UnitAxis(0):
+            return None
+        keeps = items[0] == slice(None) if isinstance(items[0], slice) else False
+        public = not any(isinstance(item, Tensor) and item.dtype == torch.bool for item in items)
+        together = sum(isinstance(item, (Tensor, list)) for item in items) == 1
+        return axis if _counts_units(call) or (keeps and public and together) else None
+    return _basic_getitem(call, source, axis, items)
+
+
+def _counts_units(call: Call) -> bool:
+    """x[torch.arange(B), ...]: every unit takes from itself."""
+    index = call.args[1]
+    first = index[0] if isinstance(index, tuple) else index
+    if not isinstance(first, Tensor) or first.dtype == torch.bool or first.ndim == 0:
+        return False
+    if first.shape[0] != call.units or call.args[0].shape[0] != call.units:
+        return False
+    flat = first.reshape(first.shape[0], -1)
+    return bool((flat == torch.arange(first.shape[0], device=first.device)[:, None]).all())
+
+
+def _basic_getitem(call: Call, source: Tensor, axis: UnitAxis, items: list) -> UnitAxis | None:
+    """Integers, slices, None and Ellipsis."""
     taken = sum(1 for item in items if item is not None and item is not Ellipsis)
     dim = out_dim = 0
     for item in items if Ellipsis in items else [*items, Ellipsis]:
@@ -300,7 +595,9 @@ def _getitem(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: d
             dim, out_dim = dim + span, out_dim + span
         elif isinstance(item, slice):
             if dim == axis.dim:
-                whole = out.shape[out_dim] == source.shape[dim] and (item.step or 1) == 1
+                start, stop, step = item.indices(source.shape[dim])
+                block = max(call.units * axis.inner, 1)
+                whole = step == 1 and start % block == 0 and (stop - start) % block == 0
                 return UnitAxis(out_dim, axis.inner) if whole else None
             dim, out_dim = dim + 1, out_dim + 1
         else:  # an integer takes its dimension away
@@ -310,20 +607,14 @@ def _getitem(axis: UnitAxis, source: Tensor, out: Tensor, args: tuple, kwargs: d
     return None
 
 
-def _advanced_getitem(axis: UnitAxis, source: Tensor, out: Tensor, items: list) -> UnitAxis | None:
-    """x[torch.arange(B), lengths] keeps the units in front; x[:, ids] too. Anything else is not followed."""
-    first = items[0]
-    if axis != UnitAxis(0):
-        return None
-    if isinstance(first, slice) and first == slice(None):
-        return axis
-    counts = isinstance(first, Tensor) and first.dtype != torch.bool and first.ndim >= 1
-    if counts and first.shape[0] == source.shape[0] and _is_arange(first):
-        return axis
-    return None
-
-
-def _is_arange(index: Tensor) -> bool:
-    flat = index.reshape(index.shape[0], -1)
-    wanted = torch.arange(index.shape[0], device=index.device)[:, None]
-    return bool((flat == wanted).all())
+def written_axis(target: Tensor, index: Any, value_axis: UnitAxis, value: Tensor, units: int) -> UnitAxis | None:
+    """The unit axis of a constant `target` after target[index] = value: where reading it back finds the value's units."""
+    part = target[index]
+    wanted = value_axis.shifted(part.ndim - value.ndim)
+    call = Call("getitem", (target, index), {}, part, units)
+    found = [
+        UnitAxis(dim)
+        for dim, size in enumerate(target.shape)
+        if size == units and _getitem(call, target, UnitAxis(dim)) == wanted
+    ]
+    return found[0] if len(found) == 1 else None

@@ -184,6 +184,11 @@ def _vocabulary(source: ClickLogData) -> HashVocabulary | CountVocabulary | Give
 # ------------------------------------------------------------------ model, loss, optimizer
 
 
+def limit_threads(config: Config) -> None:
+    if config.training.threads is not None:
+        torch.set_num_threads(config.training.threads)
+
+
 def seed_torch(config: Config) -> None:
     """Fixes the weights that a model starts with. Apart from the noise, whose only seed is training.seed."""
     training = config.training

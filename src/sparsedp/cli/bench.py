@@ -26,15 +26,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1.0,
         help="pCTR: Criteo's vocabulary sizes times this (default: %(default)s)",
     )
-    step.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
+    vocabulary = kinds.add_parser("vocabulary", help="one table of 10^5 to 10^7 rows under every mechanism (Table 4)")
+    vocabulary.add_argument(
+        "--rows", type=int, action="append", help="rows of the table (default: the paper's sizes); may be repeated"
+    )
+    vocabulary.add_argument("--repeats", type=int, default=5, help="repeats of each variant (default: %(default)s)")
+    vocabulary.add_argument(
+        "--no-memory", action="store_true", help="do not measure memory, which takes a process each"
+    )
+    for kind in (step, vocabulary):
+        kind.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    from sparsedp.bench.step import bench_step
-
-    result = bench_step(args.model or list(MODELS), batch=args.batch, repeats=args.repeats, scale=args.scale)
     console = Console()
-    _show(console, result)
+    if args.what == "step":
+        from sparsedp.bench.step import bench_step
+
+        result = bench_step(args.model or list(MODELS), batch=args.batch, repeats=args.repeats, scale=args.scale)
+        _show_step(console, result)
+    else:
+        from sparsedp.bench.vocabulary import SIZES, bench_vocabulary
+
+        result = bench_vocabulary(args.rows or list(SIZES), repeats=args.repeats, memory=not args.no_memory)
+        _show_vocabulary(console, result)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
         console.print(f"written to {args.json}")
@@ -45,25 +60,38 @@ def _milliseconds(timing: dict[str, float]) -> str:
     return f"{1e3 * timing['best']:.1f} / {1e3 * timing['median']:.1f} ± {1e3 * timing['spread']:.1f}"
 
 
-def _show(console: Console, result: dict[str, Any]) -> None:
-    table = Table(title=f"Private step ({result['mechanism']}) against plain PyTorch SGD; best / median ± spread, ms")
-    for column in ("model", "batch", "plain", "private", "ratio of best", "ratio of median"):
-        table.add_column(column, justify="left" if column == "model" else "right")
+def _table(title: str, columns: tuple[str, ...]) -> Table:
+    table = Table(title=title)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index > 1 else "left")
+    return table
+
+
+def _show_step(console: Console, result: dict[str, Any]) -> None:
+    title = "Private step against plain PyTorch SGD; best / median ± spread, ms"
+    table = _table(title, ("model", "mechanism", "batch", "plain", "private", "ratio of best", "ratio of median"))
     for row in result["rows"]:
         table.add_row(
-            row["model"],
-            str(row["batch"]),
-            _milliseconds(row["plain"]),
-            _milliseconds(row["private"]),
-            f"{row['ratio']['best']:.2f}",
-            f"{row['ratio']['median']:.2f}",
-        )
+            row["model"], row["mechanism"], str(row["batch"]), _milliseconds(row["plain"]), _milliseconds(row["private"]),
+            f"{row['ratio']['best']:.2f}", f"{row['ratio']['median']:.2f}",
+        )  # fmt: skip
     console.print(table)
-    stages = Table(title="Where the private step's time goes; best, ms")
-    stages.add_column("model")
     names = list(dict.fromkeys(stage for row in result["rows"] for stage in row["stages"]))
-    for name in names:
-        stages.add_column(name, justify="right")
+    stages = _table("Where the private step's time goes; best, ms", ("model", "mechanism", *names))
     for row in result["rows"]:
-        stages.add_row(row["model"], *(f"{1e3 * row['stages'].get(name, 0.0):.1f}" for name in names))
+        times = (f"{1e3 * row['stages'].get(name, 0.0):.1f}" for name in names)
+        stages.add_row(row["model"], row["mechanism"], *times)
     console.print(stages)
+
+
+def _show_vocabulary(console: Console, result: dict[str, Any]) -> None:
+    title = f"A step on one table, dim {result['dim']}, batch {result['batch']}; best / median ± spread, ms"
+    columns = ("rows", "variant", "time", "ratio to plain", "DP-SGD / this", "extra memory, share of table")
+    table = _table(title, columns)
+    for row in result["rows"]:
+        memory = f"{100 * row['extra_memory']['share_of_table']:.1f} %" if "extra_memory" in row else "-"
+        table.add_row(
+            f"{row['rows']:,}", row["variant"], _milliseconds(row), f"{row['ratio_to_plain']['best']:.2f}",
+            f"{row['dpsgd_over_this']['best']:.1f}", memory,
+        )  # fmt: skip
+    console.print(table)

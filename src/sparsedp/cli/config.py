@@ -130,6 +130,7 @@ class TrainingConfig:
     batch_size: Count
     max_physical_batch: Count | None = None
     workers: Annotated[int, Range(0)] = 0
+    threads: Count | None = None
     evaluate_every: Count | None = None
     checkpoint_every: Count | None = 1000
     log_every: Count = 10

@@ -16,6 +16,7 @@ from sparsedp.cli.assemble import (
     Data,
     Prepared,
     forward,
+    limit_threads,
     load_data,
     make_loss,
     make_model,
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 def plan_report(config: Config, *, measure: bool = True) -> dict[str, Any]:
     """All that can be said about a run beforehand. Reads the data; the model is made, and thrown away."""
+    limit_threads(config)
     data = load_data(config)
     model = make_model(config, data.training)
     activations = _activation_bytes(model, config, data)

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from sparsedp.check import check
-from sparsedp.cli.assemble import Data, Prepared, load_data, make_loss, make_model, prepare
+from sparsedp.cli.assemble import Data, Prepared, limit_threads, load_data, make_loss, make_model, prepare
 from sparsedp.cli.config import Config, differences
 from sparsedp.cli.evaluate import evaluate
 from sparsedp.cli.load import add_config_arguments, load_config
@@ -32,6 +32,7 @@ _CHECK_BATCH, _CHECK_UNITS = 4, 2
 # What a resumed run may do differently: nothing that the plan, the weights or the data depend on.
 _MAY_CHANGE = {
     "training.workers",
+    "training.threads",
     "training.max_physical_batch",
     "training.evaluate_every",
     "training.checkpoint_every",
@@ -122,6 +123,7 @@ def run_training(
     reporter = reporter or Reporter()
     if run_dir is not None and not resume:
         refuse_used_folder(run_dir)
+    limit_threads(config)
     data = _load(config, reporter)
     model = make_model(config, data.training)
     if config.training.check:
