@@ -409,7 +409,8 @@ def interrupted(number: signal.Signals, *changes: str) -> None:
     os.killpg(process.pid, number)  # a terminal's Ctrl-C reaches the workers too
     out, err = process.communicate(timeout=120)
     assert process.returncode == 130, err
-    assert f"{number.name}: stopping after this step" in out and "sparsedp train --resume run" in out and not err
+    assert err.strip() == f"{number.name}: stopping after this step; once more stops at once."
+    assert "sparsedp train --resume run" in out
     state = torch.load("run/checkpoint.pt", weights_only=True)
     step = state["extra"]["totals"]["steps"]
     assert 0 < step == state["loader"]["step"] < 90_000

@@ -38,6 +38,7 @@ _KEYS = {
 @dataclass
 class State:
     plan: PrivacyPlan
+    run: str  # the same for all checkpoints of a run
     model: dict[str, Any]
     optimizer: dict[str, Any]
     ledger: Any
@@ -57,6 +58,7 @@ def save(path: str | os.PathLike[str], state: State) -> None:
         "format": _FORMAT,
         "plan": state.plan.to_dict(),
         "plan_hash": state.plan.hash,
+        "run": state.run,
         "model": state.model,
         "optimizer": state.optimizer,
         "ledger": state.ledger,
@@ -98,6 +100,7 @@ def load(path: str | os.PathLike[str], plan: PrivacyPlan, seed: int | None) -> S
         raise CheckpointError(f"{path} was written with seed {content['seed']}, this engine has seed {seed}.")
     return State(
         plan=plan,
+        run=content["run"],
         model=content["model"],
         optimizer=content["optimizer"],
         ledger=content["ledger"],
@@ -110,11 +113,12 @@ def load(path: str | os.PathLike[str], plan: PrivacyPlan, seed: int | None) -> S
 
 
 def restore(
-    state: State, module: nn.Module, optimizer: PrivateOptimizer, ledger: Ledger, loader: PrivateLoader
+    state: State, run: str, module: nn.Module, optimizer: PrivateOptimizer, ledger: Ledger, loader: PrivateLoader
 ) -> None:
-    """Puts a state in place. What can fail is tried on the side, so that a failure changes nothing."""
+    """Puts a state in place, in run `run`. What can fail is tried on the side, so that a failure changes nothing."""
     _check_model(state.model, module)
-    Ledger().load_state_dict(state.ledger)
+    saved = Ledger()
+    saved.load_state_dict(state.ledger)
     before = copy.deepcopy(optimizer.state_dict())
     position = loader.state_dict()
     try:
@@ -125,7 +129,7 @@ def restore(
         loader.load_state_dict(position)
         raise CheckpointError(f"The checkpoint does not fit the optimizer or the loader: {error}") from error
     module.load_state_dict(state.model)
-    ledger.load_state_dict(state.ledger)
+    ledger.go_back(saved, same_run=state.run == run)
     optimizer.forget()
     optimizer.prepared = state.prepared
     if state.torch_generator is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -55,6 +56,8 @@ class PrivacyEngine:
         self._optimizer: PrivateOptimizer | None = None
         self._loader: PrivateLoader | None = None
         self._notes: list[str] = []
+        self._run = secrets.token_hex(16)
+        self._capture: Capture | None = None
 
     # ------------------------------------------------------------------ making things private
 
@@ -143,6 +146,7 @@ class PrivacyEngine:
             dataset_size=loader.dataset_size,
             batch_size=loader.batch_size or 0,
             poisson_sampling=poisson_sampling,
+            shuffled=loader.shuffled,
             noise_multiplier=float(noise_multiplier),
             clipping=replace(style, max_norm=float(max_grad_norm)),
             mechanism=mechanism,
@@ -160,6 +164,7 @@ class PrivacyEngine:
         capture = Capture(module, parameters, lambda: loader.current)
         private = PrivateOptimizer(
             inner=optimizer,
+            module=module,
             parameters=parameters,
             tables=find_tables(module) & parameters.keys(),
             plan=plan,
@@ -172,8 +177,19 @@ class PrivacyEngine:
         for parameter in parameters.values():
             parameter.grad = None
         capture.attach()
+        self._capture = capture
         self._plan, self._module, self._optimizer, self._loader = plan, module, private, loader
         return module, private, loader
+
+    def close(self) -> None:
+        """Makes the module an ordinary one again. The statement stays."""
+        if self._capture is not None:
+            self._capture.detach()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "An engine cannot be copied or pickled: a copy would draw the same noise again. Save a checkpoint."
+        )
 
     def prepare(self) -> None:
         """Runs now, not at the first step, what a mechanism does once before training, such as FEST's selection."""
@@ -227,16 +243,20 @@ class PrivacyEngine:
         """
         module, optimizer, loader = self._parts()
         checkpoint.save(path, checkpoint.State(
-            plan=self.plan, model=module.state_dict(), optimizer=optimizer.state_dict(),
+            plan=self.plan, run=self._run, model=module.state_dict(), optimizer=optimizer.state_dict(),
             ledger=self.ledger.state_dict(),
             loader=loader.state_dict(), prepared=optimizer.prepared, seed=self._seed, extra=extra or {},
         ))  # fmt: skip
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Continues a run with the same plan; returns the caller's `extra`. If anything is wrong, nothing changes."""
+        """Continues a run with the same plan; returns the caller's `extra`. If anything is wrong, nothing changes.
+
+        Steps that this engine took and that are not in the checkpoint stay in the ledger: they were seen.
+        """
         module, optimizer, loader = self._parts()
         state = checkpoint.load(path, self.plan, seed=self._seed)
-        checkpoint.restore(state, module, optimizer, self.ledger, loader)
+        checkpoint.restore(state, self._run, module, optimizer, self.ledger, loader)
+        self._run = state.run
         if not self._key.seeded:
             # Going back to an earlier step with the same key would put the same noise on another gradient.
             self._key = RandomKey.from_os()

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from sparsedp.errors import SparseDPError
+
 # Words of a Mersenne Twister state.
 _MT_WORDS = 624
 # Elements drawn from one generator. Fixed, so that the noise does not depend on the number of threads.
@@ -102,9 +104,12 @@ class GaussianNoise:
 
     def __init__(self, key: RandomKey) -> None:
         self.key = key
+        self._process = os.getpid()
 
     def fill(self, tensors: Mapping[int, torch.Tensor], std: float, step: int) -> None:
         """Overwrites each tensor with N(0, std^2); `tensors` maps a parameter's index to a contiguous tensor."""
+        if os.getpid() != self._process:
+            raise SparseDPError("This process was forked from the one that trains: both would draw the same noise.")
         if std == 0:
             for tensor in tensors.values():
                 tensor.zero_()

@@ -107,6 +107,7 @@ class PrivateOptimizer(Optimizer):
     def __init__(
         self,
         inner: Optimizer,
+        module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         tables: frozenset[str],
         plan: PrivacyPlan,
@@ -125,6 +126,7 @@ class PrivateOptimizer(Optimizer):
         # Entered around each stage of a step; benchmarks put a stopwatch here.
         self.stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self._parameters = dict(parameters)
+        self._module = module
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._tables = set(tables)
         self._capture = capture
@@ -177,6 +179,15 @@ class PrivateOptimizer(Optimizer):
         self._capture.clear()
         self._accumulated, self._held, self._stepped = _Accumulated(), [], None
 
+    def __getattr__(self, name: str) -> Any:
+        """Whatever torch.optim adds to an optimizer is the wrapped one's, such as its step hooks."""
+        if name == "inner":
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("A private optimizer cannot be copied or pickled: a copy would draw the same noise again.")
+
     def __repr__(self) -> str:
         return f"PrivateOptimizer({self.inner!r})"
 
@@ -223,22 +234,29 @@ class PrivateOptimizer(Optimizer):
             self._accumulated, self._held = _Accumulated(), []
             if not batch.first:
                 raise SparseDPError("The physical batches of a logical batch must all be stepped, in order.")
-        if batch.last and self.plan.steps is not None and self.ledger.steps >= self.plan.steps:
+        taken = self.ledger.steps + self.ledger.abandoned
+        if batch.last and self.plan.steps is not None and taken >= self.plan.steps:
             raise SparseDPError(
-                f"The plan's {self.plan.steps} steps were taken and its privacy budget (epsilon "
-                f"{self.plan.target_epsilon}) "
+                f"The plan's {self.plan.steps} steps were taken and its privacy budget (epsilon {self.plan.target_epsilon}) "
                 "is spent. Train longer by planning for more epochs from the start."
             )
         return batch
 
     def _refuse_ordinary_gradients(self) -> None:
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._module.named_parameters():
             if parameter.grad is not None:
                 parameter.grad = None
                 raise SparseDPError(
-                    f"Parameter '{name}' has an ordinary gradient, which no clipping bounds. Leave .grad alone; "
-                    "backward() and step() do all that is needed."
+                    f"Parameter '{name}' has an ordinary gradient, which no clipping bounds. Leave .grad alone; backward() "
+                    "and step() do all that is needed. A parameter that is to be trained later must be in the optimizer, "
+                    "frozen, when make_private is called."
                 )
+        held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        if held != self._names.keys():
+            raise UnsupportedError(
+                "The optimizer's parameters are not those that make_private saw. Build it with all of them, frozen ones "
+                "included, before make_private."
+            )
 
     def prepare(self) -> None:
         """Lets the mechanism decide what it decides once, such as FEST its rows, and charges it."""

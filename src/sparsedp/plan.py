@@ -25,6 +25,7 @@ class PrivacyPlan:
     dataset_size: int
     batch_size: int  # expected; the divisor of the clipped sum
     poisson_sampling: bool
+    shuffled: bool  # whether the user's own loader shuffles; without Poisson sampling its batches are used
     noise_multiplier: float  # standard deviation of the noise on the clipped sum, divided by max_norm
     clipping: Clipping
     mechanism: Mechanism

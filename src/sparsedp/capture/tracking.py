@@ -122,6 +122,11 @@ def follow(
         return _follow_mixed(call, operands, mixed[0], where)
     placed = [(tensor, info.axis) for tensor, info in operands if isinstance(info, UnitData) and info.axis is not None]
     rule = _RULES.get(call.name)
+    if rule is None and len(operands) > 1 and out.requires_grad and units > 1:
+        raise UnitsMixedError(
+            f"Operation '{name}'{where} joins several activations in a way that is not followed, so it may mix units. "
+            "Write it with matmul, einsum or elementwise operations."
+        )
     if not placed or rule is None:
         return UnitData(None)
     joint = call.name in _JOINT
@@ -553,11 +558,13 @@ def _gather(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
 
 
 @_rule("getitem", joint=True)
-def _getitem(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
-    if source is not call.args[0]:
-        # An index that comes from the batch: fine beside an index that counts the units, checked below.
-        return axis if axis == UnitAxis(0) and _counts_units(call) else None
+def _getitem(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
     index = call.args[1]
+    if source is not call.args[0]:
+        # An index that comes from the batch: fine as a mask, or beside an index that counts the units.
+        if source.dtype == torch.bool:
+            return None
+        return axis if axis == UnitAxis(0) and _counts_units(call) else Mixed("indexing with ids of the batch")
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, (Tensor, list)) for item in items):
         if axis != UnitAxis(0):

@@ -121,7 +121,7 @@ class ParameterUses:
             reach = reach + _reach(piece, units)
             for other in pieces[:index]:
                 total = total + 2 * _inner(piece, other, units)
-        return total.clamp_min(0) + 16 * torch.finfo(total.dtype).eps * reach.square()
+        return total.double().clamp_min(0) + _slack(pieces) * reach.square()
 
     def weighted_sum(self, factors: Tensor, shape: torch.Size) -> Tensor | RowSparse:
         """The sum over units of factor times gradient; row-sparse if there are lookups only."""
@@ -191,7 +191,9 @@ class ParameterUses:
 def sum_rows(ids: Tensor, values: Tensor) -> RowSparse:
     """Sums `values` (n, d) over equal ids; negative ids are dropped."""
     rows, inverse = torch.unique(ids, return_inverse=True)
-    summed = values.new_zeros(rows.numel(), values.shape[1]).index_add_(0, inverse, values)
+    # Many terms in one float32 sum would lose more than a ten-thousandth of a single unit's part.
+    exact = values.double() if ids.numel() > 8 * max(rows.numel(), 1) else values
+    summed = exact.new_zeros(rows.numel(), values.shape[1]).index_add_(0, inverse, exact).to(values.dtype)
     if rows.numel() and int(rows[0]) < 0:
         return RowSparse(rows[1:], summed[1:])
     return RowSparse(rows, summed)
@@ -233,15 +235,29 @@ def _merge_builts(builts: list[Built]) -> list[Built]:
 
 
 def _can_cancel(piece: Use) -> bool:
-    return isinstance(piece, Linear) and piece.inputs.shape[1] > 1
+    """Whether terms of one unit are added up, so that large ones may cancel."""
+    if isinstance(piece, Linear):
+        return piece.inputs.shape[1] > 1
+    return isinstance(piece, Lookup) and not piece.one_each
+
+
+def _slack(pieces: list[Use]) -> float:
+    dtype = pieces[0].values.dtype if isinstance(pieces[0], Built) else pieces[0].grad.dtype
+    return 16 * torch.finfo(dtype).eps
 
 
 def _norm(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1)
+    """Norm of each row, in float64. Rows whose squares leave float32's range are computed again with more of it."""
+    norms = torch.linalg.vector_norm(x, dim=-1).double()
+    if x.dtype != torch.float64:
+        odd = (~((norms > 1e-16) & (norms < 1e16))).nonzero(as_tuple=True)
+        if odd[0].numel():
+            norms[odd] = torch.linalg.vector_norm(x[odd].double(), dim=-1)
+    return norms
 
 
 def _squared(x: Tensor) -> Tensor:
-    """Squared norm of each row. In one pass over the rows, where square().sum() would make two."""
+    """Squared norm of each row, in float64."""
     return _norm(x).square()
 
 
@@ -270,7 +286,7 @@ def _reach(piece: Use, units: int) -> Tensor:
         return _norm(piece.values)
     norms = _norm(piece.grad)
     norms = norms if piece.source is None else norms[piece.source]
-    norms = norms if piece.weight is None else norms * piece.weight.abs().to(norms.dtype)
+    norms = norms if piece.weight is None else norms * piece.weight.abs().double()
     return _per_unit(norms.masked_fill(piece.ids < 0, 0), piece.units, units)
 
 
@@ -293,12 +309,12 @@ def _lookup_norms(lookup: Lookup, units: int) -> Tensor:
         # One bag per unit: every row gets a multiple of the same gradient, so only the multiples are added up.
         weight = lookup.weight if lookup.weight is not None else lookup.grad.new_ones(lookup.ids.shape)
         multiples = weight.new_zeros(key_rows.numel()).index_add_(0, inverse, weight)
-        squares = multiples.square().masked_fill(key_rows < 0, 0).to(lookup.grad.dtype)
+        squares = multiples.double().square().masked_fill(key_rows < 0, 0)
         return _per_unit(squares, key_units, units) * _squared(lookup.grad)
     if key_rows.numel() == lookup.ids.numel():  # nothing repeats
         squares = _squared(lookup.positions()).masked_fill(lookup.ids < 0, 0)
         return _per_unit(squares, lookup.units, units)
-    positions = lookup.positions()
+    positions = lookup.positions().double()
     rows = positions.new_zeros(key_rows.numel(), positions.shape[1]).index_add_(0, inverse, positions)
     return _per_unit(_squared(rows).masked_fill(key_rows < 0, 0), key_units, units)
 
@@ -349,9 +365,14 @@ def _linear_inner(one: Linear, other: Linear) -> Tensor:
     g = one.grad[:, :, start - one.rows[0] : stop - one.rows[0]]
     h = other.grad[:, :, start - other.rows[0] : stop - other.rows[0]]
     size = width * (stop - start)
+    if one.inputs.dtype != torch.float64 and _out_of_range(one, other):
+        # Products of four numbers: beyond float32's range, although each of them is within.
+        one, other = (Linear(l.inputs.double(), l.grad.double(), l.offset) for l in (one, other))
+        return _linear_inner(one, other)
     if p * q * (width + stop - start) <= (p + q) * size:
         parts = [
-            ((one.inputs[s] @ other.inputs[s].mT) * (g[s] @ h[s].mT)).sum((1, 2)) for s in _chunks(batch, 2 * p * q)
+            ((one.inputs[s] @ other.inputs[s].mT) * (g[s] @ h[s].mT)).sum((1, 2)).double()
+            for s in _chunks(batch, 2 * p * q)
         ]
     else:
         parts = []
@@ -360,6 +381,16 @@ def _linear_inner(one: Linear, other: Linear) -> Tensor:
             theirs = mine if one is other else h[s].mT @ other.inputs[s]
             parts.append((mine * theirs).sum((1, 2)))
     return _cat(parts)
+
+
+def _out_of_range(*linears: Linear) -> bool:
+    """Whether inputs or gradients are so large or small that products of four of them leave float32's range."""
+    for linear in linears:
+        for tensor in (linear.inputs, linear.grad):
+            largest = float(tensor.abs().amax()) if tensor.numel() else 1.0
+            if largest != 0 and not 1e-8 < largest < 1e8:
+                return True
+    return False
 
 
 def _built_inner(one: Built, other: Built) -> Tensor:

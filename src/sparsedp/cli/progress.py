@@ -23,7 +23,7 @@ class Status:
 
     def __str__(self) -> str:
         return (
-            f"loss {self.loss:.4f}  epsilon {self.epsilon:.3f}  rows touched {self.rows_touched:,}  "
+            f"loss {self.loss:.4f}  epsilon {self.epsilon:.3f}  {self.rows_touched:,} rows  "
             f"{self.examples_per_second:,.0f} examples/s"
         )
 
@@ -76,7 +76,7 @@ class Bar(Reporter):
 
     def begin(self, step: int, steps: int) -> None:
         columns = (
-            BarColumn(20),
+            BarColumn(10),
             MofNCompleteColumn(),
             TextColumn("{task.description}"),
             TimeRemainingColumn(),

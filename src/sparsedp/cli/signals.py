@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 @contextmanager
-def stop_on_signals(notify: Callable[[str], None]) -> Iterator[Callable[[], bool]]:
+def stop_on_signals() -> Iterator[Callable[[], bool]]:
     """Gives a function that says whether to stop. A second signal acts at once, as if this were not here."""
     before: dict[int, Any] = {}
     asked = False
@@ -25,7 +26,8 @@ def stop_on_signals(notify: Callable[[str], None]) -> Iterator[Callable[[], bool
         nonlocal asked
         asked = True
         restore()
-        notify(f"{signal.Signals(number).name}: stopping after this step; once more stops at once.")
+        text = f"\n{signal.Signals(number).name}: stopping after this step; once more stops at once.\n"
+        os.write(2, text.encode())  # not print(): the signal may have come in the middle of one
 
     before.update({number: signal.signal(number, ask) for number in _SIGNALS})
     try:

@@ -146,7 +146,7 @@ def run_training(
         training = _Training(config, prepared, folder, reporter, started)
     reporter.say(f"Run folder: {folder.path}")
     if on_signals:
-        with stop_on_signals(reporter.say) as asked:
+        with stop_on_signals() as asked:
             return training.run(lambda step: asked() or should_stop(step))
     return training.run(should_stop)
 

@@ -75,6 +75,7 @@ class PrivateLoader(DataLoader[Any]):
         object.__setattr__(self, "batch_size", batch_size)
         object.__setattr__(self, "drop_last", loader.drop_last)
         self.poisson = poisson
+        self.shuffled = shuffle
         self.dataset_size = size
         self.sample_rate = batch_size / size
         self.steps_per_epoch = steps
