@@ -50,6 +50,10 @@ def one_set(count=200):
     ids = torch.randint(20, (count,), generator=random)
     return TensorDataset(ids, (ids % 2).float())
 
+def shares(count=200):
+    ids = one_set(count).tensors[0]
+    return TensorDataset(ids, ids / 20), TensorDataset(ids, ids / 20)
+
 def two_sets(count=200):
     return one_set(count), one_set(50)
 
@@ -203,6 +207,16 @@ def test_a_counted_vocabulary_is_in_the_statement(capsys: pytest.CaptureFixture[
     assert "counted on the private data" not in Path("other/statement.txt").read_text()
 
 
+@pytest.mark.slow
+def test_the_bundled_criteo_configuration_on_a_sample_of_the_real_data() -> None:
+    folder = os.environ.get("SPARSEDP_DATA")
+    if folder is None or not Path(folder, "criteo/kaggle_sample_137k.csv.gz").is_file():
+        pytest.skip("set SPARSEDP_DATA to a folder that holds criteo/kaggle_sample_137k.csv.gz")
+    changes = [f"data.paths={folder}/criteo/kaggle_sample_137k.csv.gz", "model.hidden=64", "model.hidden_layers=1"]
+    result = run_training(load_config("criteo", [*changes, "data.vocabulary.buckets=1000", "optimizer.lr=0.05"]))
+    assert result.metrics["auc"] > 0.6
+
+
 def test_days_are_held_out() -> None:
     changes = ["data.days=4", "data.drift=0.2", "data.held_out=[3]", "training.batch_size=250", "training.epochs=1"]
     result = run_training(load_config("tiny.yaml", changes))
@@ -217,6 +231,12 @@ def test_own_data_model_and_loss(data: str) -> None:
     assert result["steps"] == 6
     assert ("loss" in result) == (data != "one_set")
     assert "frozen.weight" in weights(Path("run"))
+
+
+def test_binary_cross_entropy_of_shares_has_no_auc() -> None:
+    changes = own_model(data="{kind: 'mine:shares'}", loss="binary_cross_entropy")
+    result = run_training(load_config("tiny.yaml", [text.removeprefix("--set=") for text in changes]))
+    assert set(result.metrics) == {"loss"}
 
 
 def test_the_example_of_the_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

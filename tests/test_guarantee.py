@@ -117,7 +117,9 @@ def test_bias_norm_of_sequences() -> None:
     """Trap 3: a bias that meets L positions gets the norm of the summed gradient, not of the positions apart."""
     module = nn.Linear(2, 3)
     found = capture_uses(module, [torch.randn(2, 5, 2)], lambda out: out.sum())
-    torch.testing.assert_close(found.uses["bias"].squared_norms(2), torch.full((2,), 3 * 25.0, dtype=torch.float64))
+    torch.testing.assert_close(
+        found.uses["bias"].squared_norms(2), torch.full((2,), 3 * 25.0, dtype=torch.float64), rtol=1e-6, atol=0
+    )
 
 
 def test_tied_norm_includes_the_cross_term() -> None:

@@ -243,14 +243,14 @@ class PrivateOptimizer(Optimizer):
         return batch
 
     def _refuse_ordinary_gradients(self) -> None:
-        for name, parameter in self._module.named_parameters():
-            if parameter.grad is not None:
-                parameter.grad = None
-                raise SparseDPError(
-                    f"Parameter '{name}' has an ordinary gradient, which no clipping bounds. Leave .grad alone; backward() "
-                    "and step() do all that is needed. A parameter that is to be trained later must be in the optimizer, "
-                    "frozen, when make_private is called."
-                )
+        ordinary = [name for name, parameter in self._module.named_parameters() if parameter.grad is not None]
+        if ordinary:
+            self._module.zero_grad()
+            raise SparseDPError(
+                f"Parameter '{ordinary[0]}' has an ordinary gradient, which no clipping bounds. Leave .grad alone; "
+                "backward() and step() do all that is needed. A parameter that is to be trained later must be in the "
+                "optimizer, frozen, when make_private is called."
+            )
         held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         if held != self._names.keys():
             raise UnsupportedError(

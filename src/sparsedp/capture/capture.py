@@ -359,6 +359,11 @@ class Capture:
                 shared = True
             elif grad_enabled and (found := self._require_expression(tensor, name)) is not None:
                 expressions.append(found)
+        if name in ("numpy", "array") and args[0].untyped_storage().data_ptr() in self._storages:
+            raise UnsupportedError(
+                f"A parameter or buffer was turned into a numpy array during forward{self._where()}, where changes to it "
+                "cannot be seen. Use torch operations."
+            )
         target = _written(name, args, kwargs)
         if target is not None:
             return self._write(name, func, args, kwargs, target, data, expressions)
@@ -366,7 +371,7 @@ class Capture:
             # Only the first operand's values count.
             expressions, data = ([], data) if self.is_data(args[0]) else (expressions, [])
         if not expressions:
-            if data and name in _BATCH_STATISTICS and grad_enabled:
+            if data and name in _BATCH_STATISTICS:
                 self._refuse_batch_statistics(name, args, kwargs)
             out = func(*args, **kwargs)
             if data or shared:
@@ -424,6 +429,9 @@ class Capture:
         written = [tensor for tensor in data if tensor is not target]
         if isinstance(before, UnitData) and not written:
             return before  # a constant was written
+        masks = [tensor for tensor in written if tensor.dtype == torch.bool and self._info.get(tensor) == before]
+        if name == "setitem" and len(masks) == len(written):
+            return before  # a constant was written where a mask of the same units says
         if name == "setitem" and len(written) == 1 and isinstance(args[2], Tensor) and args[2] is written[0]:
             info = self._info[written[0]]
             if isinstance(info, Mixed) or info.axis is None:

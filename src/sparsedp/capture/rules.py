@@ -168,9 +168,9 @@ def _embedding(capture: Capture, name: str, func: Callable, args: tuple, kwargs:
 
 @rule("getitem", "index_select")
 def _getitem(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    table, first = _table(capture, name, args[0])
+    bound = _bind(("input", "dim", "index"), args, kwargs)
+    table, first = _table(capture, name, bound["input"])
     if name == "index_select":
-        bound = _bind(("input", "dim", "index"), args, kwargs)
         if bound["dim"] != 0:
             raise _NotThisForm
         ids = bound["index"]

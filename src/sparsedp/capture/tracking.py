@@ -569,11 +569,17 @@ def _getitem(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | N
     if any(isinstance(item, (Tensor, list)) for item in items):
         if axis != UnitAxis(0):
             return None
-        keeps = items[0] == slice(None) if isinstance(items[0], slice) else False
-        public = not any(isinstance(item, Tensor) and item.dtype == torch.bool for item in items)
-        together = sum(isinstance(item, (Tensor, list)) for item in items) == 1
-        return axis if _counts_units(call) or (keeps and public and together) else None
+        return axis if _counts_units(call) or _leaves_first_alone(items, source.ndim) else None
     return _basic_getitem(call, source, axis, items)
+
+
+def _leaves_first_alone(items: list, ndim: int) -> bool:
+    """x[:, i, j] and x[..., i]: advanced indices side by side, behind the first dimension, stay where they are."""
+    advanced = [n for n, item in enumerate(items) if isinstance(item, (Tensor, list))]
+    side_by_side = advanced[-1] - advanced[0] == len(advanced) - 1
+    first = items[0]
+    whole = isinstance(first, slice) and first == slice(None)
+    return side_by_side and (whole or (first is Ellipsis and len(advanced) < ndim))
 
 
 def _counts_units(call: Call) -> bool:

@@ -1,0 +1,431 @@
+"""Ways that were tried to get around the guarantee. Each is exact now, or raises."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import sparsedp
+from sparsedp import SparseDPError, UnitsMixedError, UnsupportedError
+from support import Apply, Clicks, assert_exact, capture_uses, clicks, loader_of, make_private, train, unit_loss
+
+B, D = 6, 4
+
+
+def layers(**more: nn.Module) -> dict[str, nn.Module]:
+    return {"h": nn.Linear(D, D), "k": nn.Linear(D, D), **more}
+
+
+def permutation(x: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(x)).flip(0)
+
+
+# Inside of forward, after a layer and before another: units end up in other places, or in each other.
+MIXING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "flip": lambda h: h.flip(0),
+    "roll": lambda h: h.roll(1, 0),
+    "index_select": lambda h: h.index_select(0, permutation(h)),
+    "gather": lambda h: h.gather(0, permutation(h)[:, None].expand_as(h)),
+    "indexing": lambda h: h[permutation(h)],
+    "unbind and stack": lambda h: torch.stack(h.unbind(0)[::-1]),
+    "mixup": lambda h: h + h[permutation(h)],
+    "joined with permuted": lambda h: torch.cat([h, h[permutation(h)]], 1)[:, :D],
+    "first unit": lambda h: h - h[0],
+    "first unit kept": lambda h: h - h[:1],
+    "normalize over the batch": lambda h: F.normalize(h, dim=0),
+    "layer norm over all": lambda h: F.layer_norm(h, h.shape),
+    "cumulative maximum": lambda h: h.cummax(0).values,
+    "softmin": lambda h: F.softmin(h, dim=0),
+    "differences": lambda h: torch.cat([h[:1], h.diff(dim=0)]),
+    "in-batch einsum": lambda h: torch.einsum("id,jd->ij", h, h) @ torch.ones(len(h), D),
+    "in-batch distances": lambda h: torch.cdist(h, h) @ torch.ones(len(h), D),
+    "in-batch cosine": lambda h: F.cosine_similarity(h[:, None], h[None], dim=-1) @ torch.ones(len(h), D),
+    "in-batch inner": lambda h: torch.inner(h, h) @ torch.ones(len(h), D),
+    "in-batch tensordot": lambda h: torch.tensordot(h, h.T, 1) @ torch.ones(len(h), D),
+    "covariance": lambda h: h @ (h.T @ h),
+    "graph": lambda h: torch.ones(len(h), len(h)) @ h,
+    "index_add": lambda h: torch.zeros_like(h).index_add(0, permutation(h), h),
+    "sorted": lambda h: h.sort(0).values,
+    "attention over the batch": lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None])[0],
+    "instance norm over the batch": lambda h: F.instance_norm(h.T[None])[0].T,
+    "pooling over the batch": lambda h: F.avg_pool1d(h.T[None], 3, 1, 1)[0].T,
+}
+
+
+@pytest.mark.parametrize("case", MIXING)
+def test_mixing_between_layers(case: str) -> None:
+    module = Apply(lambda m, x: m.k(MIXING[case](m.h(x))), **layers())
+    with pytest.raises((UnitsMixedError, UnsupportedError)):
+        capture_uses(module, [torch.randn(B, D)])
+
+
+LAST: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "ids of the batch as columns": lambda h, y: (h @ torch.ones(D, B))[:, y],
+    "token mean with ignore_index": lambda h, y: F.cross_entropy(h, y.masked_fill(y == 1, -100)),
+    "mean of valid": lambda h, y: (h.sum(1) * (y > 1)).sum() / (y > 1).sum(),
+    "log of the batch": lambda h, y: h.exp().sum().log(),
+    "deviation": lambda h, y: h.std(0).sum(),
+    "largest of the batch": lambda h, y: h.amax(0).sum(),
+    "addmm": lambda h, y: torch.addmm(torch.zeros(B, B), h, h.T),
+}
+
+
+@pytest.mark.parametrize("case", LAST)
+def test_mixing_after_the_last_layer(case: str) -> None:
+    module = Apply(lambda m, x, y: LAST[case](m.h(x), y), h=nn.Linear(D, D))
+    with pytest.raises(UnitsMixedError):
+        capture_uses(module, [torch.randn(B, D), torch.arange(B) % D], lambda out: out.sum())
+
+
+@pytest.mark.parametrize("kind", ["layer", "attention", "transformer"])
+def test_batch_first_forgotten(kind: str) -> None:
+    """(B, L, D) into a layer that takes (L, B, D): it would attend over the batch."""
+    if kind == "layer":
+        module: nn.Module = nn.TransformerEncoderLayer(D, 1, 8, dropout=0.0)
+    elif kind == "attention":
+        module = Apply(lambda m, x: m.a(x, x, x, need_weights=False)[0], a=nn.MultiheadAttention(D, 1))
+    else:
+        module = Apply(lambda m, x: m.t(x, x), t=nn.Transformer(D, 1, 1, 1, 8, dropout=0.0))
+    with pytest.raises(UnitsMixedError, match="batch_first"):
+        capture_uses(module, [torch.randn(B, 3, D)])
+
+
+# Reasonable code whose units must be followed, at every size of the batch.
+FOLLOWED: dict[str, Callable[..., Any]] = {
+    "one-hot beside an embedding": lambda m, i: m.n(torch.stack([F.one_hot(i, 8).to(m.e.weight), m.e(i)], 1)),
+    "shifted targets": lambda m, i: m.n(_shift(m.e(i[:, None].expand(-1, 6).contiguous()))),
+    "gathered position": lambda m, i: m.n(m.e(i[:, None].expand(-1, 6).contiguous())[torch.arange(len(i)), i % 6]),
+    "siamese in one call": lambda m, i: sum(m.n(torch.cat([m.e(i), m.e(i).sin()])).chunk(2)),
+    "repeated for negatives": lambda m, i: m.n(m.e(i).repeat_interleave(3, 0)).view(-1, 3, 8),
+    "lower triangle": lambda m, i: (m.n(m.e(i[:, None].expand(-1, 6).contiguous())) @ m.n(m.e(i))[:, :, None])[
+        :, torch.tensor([0, 1]), torch.tensor([0, 0])
+    ],
+    "masked to zero": lambda m, i: m.n(_zeroed(m.e(i))),
+    "dtype of a weight": lambda m, i: m.n(m.e(i) + m.n(m.e(i).to(m.e.weight))),
+    "negative public ids": lambda m, i: m.e(i) * m.e.weight[torch.tensor([-1, 2])].sum(0),
+}  # fmt: skip
+
+
+def _shift(h: torch.Tensor) -> torch.Tensor:
+    shifted = torch.zeros_like(h)
+    shifted[:, 1:] = h[:, :-1]
+    return shifted
+
+
+def _zeroed(h: torch.Tensor) -> torch.Tensor:
+    out = h.clone()
+    out[out > 1] = 0
+    return out
+
+
+@pytest.mark.parametrize("case", FOLLOWED)
+@pytest.mark.parametrize("units", range(1, 11))
+def test_followed_at_every_batch_size(case: str, units: int) -> None:
+    torch.manual_seed(units)
+    assert_exact(Apply(FOLLOWED[case], e=nn.Embedding(8, 8), n=nn.LayerNorm(8)), torch.randint(8, (units,)))
+
+
+# ---------------------------------------------------------------------- gradients that are not the batch's own
+
+
+def test_saliency_before_backward_does_not_count() -> None:
+    """torch.autograd.grad with respect to the input runs through the same nodes."""
+    found = []
+    for saliency in (False, True):
+        torch.manual_seed(0)
+        module = Clicks()
+        ids, x, _ = clicks(64)
+        engine, module, optimizer, loader = make_private(
+            module, loader_of(ids, x, x[:, 0], batch_size=8), noise_multiplier=0.0
+        )
+        for i, v, _ in loader:
+            optimizer.zero_grad()
+            v.requires_grad_(saliency)
+            loss = module(i, v).square().mean()
+            if saliency:
+                torch.autograd.grad(loss, v, retain_graph=True)
+            loss.backward()
+            optimizer.step()
+        found.append(module.state_dict())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value)
+
+
+def test_zero_grad_between_two_backwards() -> None:
+    module = Apply(lambda m, x: (m.a(m.t(x)), m.b(m.t(x))), t=nn.Linear(3, 3), a=nn.Linear(3, 1), b=nn.Linear(3, 1))
+    x = torch.randn(64, 3)
+    engine, module, optimizer, loader = make_private(module, loader_of(x, batch_size=8), noise_multiplier=0.0)
+    before = copy.deepcopy(module.state_dict())
+    (v,) = next(iter(loader))
+    one, two = module(v)
+    one.mean().backward(retain_graph=True)
+    optimizer.zero_grad()
+    (one.mean() + two.mean()).backward()
+    optimizer.step()
+    assert all(not torch.equal(value, before[name]) for name, value in module.state_dict().items())
+
+
+@pytest.mark.parametrize("poisson", [True, False])
+def test_accumulating_batches_by_hand(poisson: bool) -> None:
+    engine, module, optimizer, loader = make_private(
+        Clicks(), loader_of(*clicks(64), batch_size=8), poisson_sampling=poisson
+    )
+    with pytest.raises(SparseDPError, match="batch"):
+        for number, (ids, x, _) in enumerate(loader):
+            module(ids, x).mean().backward()
+            if number % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def test_loss_of_the_batch_before() -> None:
+    engine, module, optimizer, loader = make_private(
+        Clicks(), loader_of(*clicks(64), batch_size=8), poisson_sampling=False
+    )
+    batches = iter(loader)
+    ids, x, _ = next(batches)
+    loss = module(ids, x).mean()
+    next(batches)
+    with pytest.raises(SparseDPError, match="current batch"):
+        loss.backward()
+
+
+def test_activations_changed_between_submodules() -> None:
+    module = nn.ModuleDict({"encoder": nn.Linear(3, 3), "head": nn.Linear(3, 1)})
+    engine, module, optimizer, loader = make_private(module, loader_of(torch.randn(64, 3), batch_size=8))
+    (x,) = next(iter(loader))
+    with pytest.raises(UnsupportedError, match="outside of forward"):
+        module["head"](module["encoder"](x)[permutation(x)])  # type: ignore[index]
+    module["head"](module["encoder"](x)).mean().backward()  # type: ignore[index]
+    optimizer.step()
+
+
+# ---------------------------------------------------------------------- state
+
+
+class Remembers(nn.Module):
+    def __init__(self, write: Callable[[Any, torch.Tensor], None]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 1)
+        self.register_buffer("seen", torch.zeros(3))
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.write = write
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.write(self, x)
+        return self.linear(x)
+
+
+def _no_grad_update(module: Any, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        module.linear.weight.add_(x.sum(0))
+
+
+def _assign(module: Any, x: torch.Tensor) -> None:
+    module.seen = x.sum(0)
+
+
+def _set_data(module: Any, x: torch.Tensor) -> None:
+    module.seen.data = x.sum(0)
+
+
+WRITES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "in place": lambda m, x: m.seen.add_(x.sum(0)),
+    ".data in place": lambda m, x: m.seen.data.add_(x.sum(0)),
+    ".data =": _set_data,
+    "assigned": _assign,
+    "item": lambda m, x: m.seen.__setitem__(0, x.sum()),
+    "copy_": lambda m, x: m.seen.copy_(x[0]),
+    "frozen parameter": lambda m, x: m.frozen.data.add_(x.sum(0)),
+    "trained parameter": _no_grad_update,
+    "numpy": lambda m, x: m.seen.numpy().__iadd__(x.sum(0).numpy()),
+    "out=": lambda m, x: torch.sum(x, 0, out=m.seen),
+}
+
+
+@pytest.mark.parametrize("case", WRITES)
+@pytest.mark.parametrize("grad", [True, False])
+def test_data_kept_in_the_module(case: str, grad: bool) -> None:
+    engine, module, optimizer, loader = make_private(
+        Remembers(WRITES[case]), loader_of(torch.randn(64, 3), batch_size=8)
+    )
+    (x,) = next(iter(loader))
+    with pytest.raises(UnsupportedError, match="seen|frozen|linear|numpy"), torch.set_grad_enabled(grad):
+        module(x)
+
+
+def test_state_that_does_not_depend_on_data_is_fine() -> None:
+    module = nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3)), nn.Linear(3, 1))
+    engine, module, optimizer, loader = make_private(module, loader_of(torch.randn(64, 3), batch_size=8))
+    for (x,) in loader:
+        optimizer.zero_grad()
+        module(x).mean().backward()
+        optimizer.step()
+
+
+def test_batch_norm_statistics_without_grad() -> None:
+    module = nn.Sequential(nn.BatchNorm1d(3).eval(), nn.Linear(3, 1))
+    engine, module, optimizer, loader = make_private(module, loader_of(torch.randn(64, 3), batch_size=8))
+    with pytest.raises(UnsupportedError, match="batch_norm"):
+        torch.optim.swa_utils.update_bn(loader, module)
+
+
+def test_batch_hidden_in_an_object() -> None:
+    class Box:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+    module = Apply(lambda m, y, box: m.l(box.x - box.x.mean(0)) * y[:, None], l=nn.Linear(3, 1))
+    engine, module, optimizer, loader = make_private(
+        module, loader_of(torch.randn(64, 3), torch.ones(64), batch_size=8)
+    )
+    x, y = next(iter(loader))
+    with pytest.raises(UnitsMixedError):
+        module(y, Box(x))
+
+
+# ---------------------------------------------------------------------- the ledger, keys and copies
+
+
+def test_going_back_does_not_refund(tmp_path: Path) -> None:
+    """Steps after a checkpoint stay on record when the run goes back to it, and count against the plan."""
+    module = Clicks()
+    engine = sparsedp.PrivacyEngine()
+    module, optimizer, loader = engine.make_private_with_epsilon(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        data_loader=loader_of(*clicks(100), batch_size=10), target_epsilon=1.0, target_delta=1e-5, epochs=2, max_grad_norm=1.0,
+    )  # fmt: skip
+    engine.save_checkpoint(tmp_path / "start.pt")
+    train(module, optimizer, loader)
+    spent = engine.get_epsilon()
+    engine.load_checkpoint(tmp_path / "start.pt")
+    assert engine.ledger.steps == 0 and engine.ledger.abandoned == 10
+    assert engine.get_epsilon() == spent
+    train(module, optimizer, loader)
+    with pytest.raises(SparseDPError, match="budget"):
+        train(module, optimizer, loader)
+    assert engine.get_epsilon() <= 1.0
+    engine.save_checkpoint(tmp_path / "later.pt")
+    engine.load_checkpoint(tmp_path / "later.pt")
+    assert engine.ledger.steps == 10 and engine.ledger.abandoned == 10
+
+
+def test_unfrozen_parameters_cannot_slip_in() -> None:
+    module = Clicks()
+    module.hidden.requires_grad_(False)
+    trained = [p for p in module.parameters() if p.requires_grad]
+    engine, module, optimizer, loader = make_private(
+        module, loader_of(*clicks(64), batch_size=8), optimizer=torch.optim.SGD(trained, lr=0.1)
+    )
+    module.hidden.requires_grad_(True)
+    optimizer.param_groups[0]["params"].extend(module.hidden.parameters())
+    before = module.hidden.weight.detach().clone()
+    with pytest.raises(SparseDPError):
+        train(module, optimizer, loader)
+    assert torch.equal(module.hidden.weight, before)
+    module.hidden.requires_grad_(False)
+    with pytest.raises(UnsupportedError, match="not those"):
+        train(module, optimizer, loader)
+
+
+def test_copies_of_engine_and_optimizer_are_refused() -> None:
+    engine, module, optimizer, loader = make_private(Clicks(), loader_of(*clicks(64), batch_size=8))
+    for thing in (engine, optimizer):
+        with pytest.raises(TypeError, match="same noise"):
+            copy.deepcopy(thing)
+    train(module, optimizer, loader)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_process_draws_no_noise() -> None:
+    engine, module, optimizer, loader = make_private(Clicks(), loader_of(*clicks(64), batch_size=8))
+    child = os.fork()
+    if child == 0:
+        try:
+            optimizer.noise.fill({0: torch.empty(3)}, 1.0, 0)
+        except SparseDPError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_two_engines_on_one_module() -> None:
+    engine, module, optimizer, loader = make_private(Clicks(), loader_of(*clicks(64), batch_size=8))
+    with pytest.raises(UnsupportedError, match="close"):
+        make_private(module, loader_of(*clicks(64), batch_size=8))
+    engine.close()
+    second, module, optimizer, loader = make_private(module, loader_of(*clicks(64), batch_size=8))
+    train(module, optimizer, loader)
+    assert second.ledger.steps == 8 and engine.ledger.steps == 0
+
+
+def test_gradient_hooks_are_refused() -> None:
+    module = Clicks()
+    module.out.weight.register_hook(lambda grad: grad * 0)
+    with pytest.raises(UnsupportedError, match=r"out\.weight"):
+        make_private(module, loader_of(*clicks(64), batch_size=8))
+
+
+# ---------------------------------------------------------------------- numbers at the edge of float32
+
+
+@pytest.mark.parametrize("scale", [1e4, 1e6, 1e8, 1e10])
+@pytest.mark.parametrize("bag", [False, True])
+def test_lookups_that_cancel(scale: float, bag: bool) -> None:
+    table = nn.Embedding(3, 4)
+    weights = torch.tensor([[scale, -scale, 5.0]])
+    if bag:
+        module = Apply(lambda m, i: F.embedding_bag(i, m.e.weight, mode="sum", per_sample_weights=weights), e=table)
+    else:
+        module = Apply(lambda m, i: (m.e(i) * weights[..., None]).sum(1), e=table)
+    found = capture_uses(module, [torch.tensor([[1, 1, 1]])], lambda out: out.sum())
+    uses = found.uses["e.weight"]
+    factor = sparsedp.Clipping(1.0).factors(uses.squared_norms(1).sqrt()).float()
+    assert float(uses.weighted_sum(factor, table.weight.shape).values.norm()) <= 1 + 1e-3
+
+
+@pytest.mark.parametrize("positions", [1, 3])
+def test_products_beyond_the_range_of_float32(positions: int) -> None:
+    """|a|^2 underflows and |g|^2 overflows, although |a| |g| is an ordinary number."""
+    module = nn.Linear(1, 1, bias=False)
+    for a, g in ((2e-23, 1.5e19), (1e-30, 1e30), (1e25, 1e-25)):
+        found = capture_uses(module, [torch.full((2, positions, 1), a)], lambda out, g=g: (g * out).sum())
+        norm = float(found.uses["weight"].squared_norms(2)[0].sqrt())
+        assert norm == pytest.approx(positions * a * g, rel=1e-3)
+
+
+def test_huge_but_finite_gradients_are_clipped() -> None:
+    module = nn.Linear(2, 1)
+    engine, module, optimizer, loader = make_private(
+        module, loader_of(torch.randn(64, 2), batch_size=8), noise_multiplier=0.0
+    )
+    (x,) = next(iter(loader))
+    x[0] = 1e25
+    before = copy.deepcopy(module.state_dict())
+    module(x).mean().backward()
+    optimizer.step()
+    moved = math.sqrt(sum(float((v - before[n]).square().sum()) for n, v in module.state_dict().items()))
+    assert 0 < moved <= 0.1 * len(x) / 8 * (1 + 1e-4)
+
+
+def test_many_repeats_of_one_row_keep_their_precision() -> None:
+    units, length = 2048, 300
+    table = nn.Embedding(2, 2)
+    module = Apply(lambda m, i: m.e(i).sum(1), e=table)
+    ids = torch.zeros(units, length, dtype=torch.long)
+    uses = capture_uses(module, [ids], unit_loss).uses["e.weight"]
+    factors = sparsedp.Clipping(1.0).factors(uses.squared_norms(units).sqrt()).float()
+    whole = uses.weighted_sum(factors, table.weight.shape).values.double()
+    factors[0] = 0
+    without = uses.weighted_sum(factors, table.weight.shape).values.double()
+    assert float((whole - without).norm()) <= 1 + 2e-3
