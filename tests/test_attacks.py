@@ -259,7 +259,7 @@ def test_data_kept_in_the_module(case: str, grad: bool) -> None:
         Remembers(WRITES[case]), loader_of(torch.randn(64, 3), batch_size=8)
     )
     (x,) = next(iter(loader))
-    with pytest.raises(UnsupportedError, match="seen|frozen|linear|numpy"), torch.set_grad_enabled(grad):
+    with pytest.raises(UnsupportedError, match=r"seen|frozen|linear|numpy"), torch.set_grad_enabled(grad):
         module(x)
 
 
