@@ -48,8 +48,8 @@ clean:  ## remove the environment and caches; runs/ stays
 	find . -path ./runs -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
-	@$(PYTHON) -c 'import sys; fits = (3, 10) <= sys.version_info[:2] <= (3, 13); sys.exit(None if fits else \
-		f"Python 3.10 to 3.13 is needed; this is {sys.version.split()[0]}. Name one: make PYTHON=python3.11")'
+	@$(PYTHON) -c 'import sys; fits = sys.version_info >= (3, 10); sys.exit(None if fits else \
+		f"Python 3.10 or newer is needed; this is {sys.version.split()[0]}. Name one: make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python

@@ -8,7 +8,9 @@ and key are the state. `torch.manual_seed` has no influence.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,8 +23,8 @@ from sparsedp.errors import SparseDPError
 # Words of a Mersenne Twister state.
 _MT_WORDS = 624
 # Elements drawn from one generator. Fixed, so that the noise does not depend on the number of threads.
-CHUNK = 1 << 20
-# Tensors up to this size share one generator: making a generator costs as much as drawing ten thousand numbers.
+CHUNK = 1 << 18
+# Tensors up to this size share one generator, because making one costs as much as drawing thousands of numbers.
 _SMALL = 1 << 16
 # Last entry of the path of the generator that small tensors share, beyond any parameter's index.
 _SHARED = 1 << 30
@@ -35,43 +37,44 @@ PREPARATION = _SHARED + 2
 class RandomKey:
     """A secret from which generators are derived. `seeded` keys are reproducible and must not protect a release."""
 
-    words: tuple[int, ...]
+    secret: bytes
     seeded: bool
 
     @staticmethod
     def from_os() -> RandomKey:
-        return RandomKey(tuple(np.frombuffer(os.urandom(32), dtype=np.uint32).tolist()), seeded=False)
+        return RandomKey(os.urandom(32), seeded=False)
 
     @staticmethod
     def from_seed(seed: int) -> RandomKey:
-        return RandomKey(tuple(np.random.SeedSequence(seed).generate_state(8).tolist()), seeded=True)
+        return RandomKey(hashlib.shake_256(f"seed {int(seed)}".encode()).digest(32), seeded=True)
 
-    def __repr__(self) -> str:  # the words are secret: they must not end up in a log
+    def __repr__(self) -> str:  # the secret must not end up in a log
         return f"RandomKey(seeded={self.seeded})"
 
-    def _sequence(self, path: tuple[int, ...]) -> np.random.SeedSequence:
-        return np.random.SeedSequence(self.words, spawn_key=path)
+    def _derive(self, purpose: bytes, path: tuple[int, ...], size: int) -> bytes:
+        """`size` bytes that only the key and the path decide (SHAKE-256)."""
+        return hashlib.shake_256(self.secret + purpose + struct.pack(f"<{len(path)}Q", *path)).digest(size)
 
     def child(self, *path: int) -> RandomKey:
         """A key of its own for another purpose."""
-        return RandomKey(tuple(self._sequence(path).generate_state(8).tolist()), self.seeded)
+        return RandomKey(self._derive(b"child", path, 32), self.seeded)
 
     def numpy(self, *path: int) -> np.random.Generator:
-        return np.random.Generator(np.random.SFC64(self._sequence(path)))
+        words = np.frombuffer(self._derive(b"numpy", path, 32), dtype=np.uint32)
+        return np.random.Generator(np.random.SFC64(np.random.SeedSequence(words.tolist())))
 
     def torch(self, *path: int, device: torch.device | str = "cpu") -> torch.Generator:
         """A torch generator whose whole state comes from the key.
 
-        `Generator.manual_seed` keeps 32 bits of a CPU seed, few enough to try them all, so the CPU state is
-        written in full.
+        `Generator.manual_seed` keeps 32 bits of a CPU seed, few enough to try them all, so the CPU state is written in
+        full.
         """
-        sequence = self._sequence(path)
         generator = torch.Generator(device=device)
         if generator.device.type == "cpu":
-            words = np.random.SFC64(sequence).random_raw(_MT_WORDS // 2).view(np.uint32)
+            words = np.frombuffer(self._derive(b"torch", path, 4 * _MT_WORDS), dtype=np.uint32)
             generator.set_state(_cpu_state(words))
         else:
-            generator.manual_seed(int(sequence.generate_state(1, np.uint64)[0]) >> 1)
+            generator.manual_seed(int.from_bytes(self._derive(b"torch", path, 8), "little") >> 1)
         return generator
 
 
