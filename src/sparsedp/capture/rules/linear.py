@@ -1,0 +1,134 @@
+"""Linear maps: nn.Linear, x @ W, W @ x, addmm, einsum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsedp.capture.capture import Capture
+from sparsedp.capture.expressions import Expression, Placed, linear_is_cheap, place_built, place_linear
+from sparsedp.capture.rules.registry import NotThisForm, bind, plain, positions, require_small, rule
+from sparsedp.capture.tracking import UnitAxis
+
+
+def _record_linear(
+    capture: Capture, name: str, matrix: Expression | None, bias: Expression | None, x: Tensor, out: Tensor,
+    axis: UnitAxis,
+) -> Tensor:  # fmt: skip
+    """x (..., I) and out (..., O) with units on the same axis; either parameter may be absent."""
+    units = capture.units
+    names = ", ".join(e.names for e in (matrix, bias) if e is not None)
+    if axis.dim == x.ndim - 1:
+        raise capture.refuse(name, names, "it sums over the units of the batch", "transpose its input")
+    if matrix is not None and not linear_is_cheap(matrix):
+        require_small(capture, name, matrix)
+    inputs = capture.keep(x, name, names)
+
+    def finish(grad: Tensor) -> Placed:
+        g = positions(grad, axis, units)
+        placed: Placed = []
+        if matrix is not None:
+            placed += place_linear(matrix, positions(inputs.get(), axis, units), g)
+        if bias is not None:
+            placed += place_built(bias, g[:, 0] if g.shape[1] == 1 else g.sum(1))
+        return placed
+
+    return capture.record(out, finish, axis)
+
+
+@rule("linear")
+def _linear(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    bound = bind(("input", "weight", "bias"), args, kwargs)
+    x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
+    if not capture.is_data(x) or capture.is_data(weight) or capture.is_data(bias) or weight.ndim != 2:
+        raise NotThisForm
+    matrix, shift = capture.expression(weight), capture.expression(bias)
+    names = ", ".join(e.names for e in (matrix, shift) if e is not None)
+    axis = capture.axis(x, name, names)
+    out = F.linear(x, plain(capture, weight), plain(capture, bias))
+    return _record_linear(capture, name, matrix, shift, x, out, axis)
+
+
+@rule("addmm")
+def _addmm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    bound = bind(("input", "mat1", "mat2"), args, kwargs)
+    if bound.get("beta", 1) != 1 or bound.get("alpha", 1) != 1 or capture.is_data(bound["input"]):
+        raise NotThisForm
+    with capture.resumed():
+        return torch.matmul(bound["mat1"], bound["mat2"]) + bound["input"]
+
+
+@rule("matmul", "mm", "mv", "rmatmul", "dot")
+def _matmul(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    bound = bind(("input", "other"), args, kwargs)
+    left: Tensor = bound["input"]
+    right: Tensor = next(bound[key] for key in ("other", "mat2", "vec", "tensor") if key in bound)
+    if name == "rmatmul":
+        left, right = right, left
+    if capture.is_data(left):
+        matrix = _view_of(capture, right, _transposed if right.ndim == 2 else _as_row)
+        if right.ndim > 2:
+            raise NotThisForm
+        axis = capture.axis(left, name, matrix.names)
+        out = F.linear(left, matrix.tensor.detach())
+        recorded = _record_linear(capture, name, matrix, None, left, out, axis)
+        if right.ndim == 1:
+            with capture.resumed():
+                return recorded.squeeze(-1)
+        return recorded
+    if left.ndim != 2 or right.ndim < 2:
+        raise NotThisForm
+    with capture.resumed():  # W @ x is (x^T W^T)^T
+        return F.linear(right.mT, left).mT
+
+
+def _view_of(capture: Capture, tensor: Tensor, view: Callable[[Tensor], Tensor]) -> Expression:
+    """A parameter seen through a view that stays part of its history."""
+    known = capture.expression(tensor)
+    if known is None:
+        raise NotThisForm
+    return Expression(view(tensor), known.parameters, known.ids)
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    return tensor.t()
+
+
+def _as_row(tensor: Tensor) -> Tensor:
+    return tensor[None]
+
+
+@rule("einsum")
+def _einsum(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    """einsum of an activation and a matrix that have only summed indices in common: a linear map."""
+    equation = args[0]
+    operands = list(args[1]) if isinstance(args[1], (tuple, list)) else list(args[1:])
+    if not isinstance(equation, str) or len(operands) != 2 or "." in equation or "->" not in equation:
+        raise NotThisForm
+    inputs, output = equation.replace(" ", "").split("->")
+    terms = inputs.split(",")
+    if capture.is_data(operands[1]) and not capture.is_data(operands[0]):
+        operands, terms = operands[::-1], terms[::-1]
+    x, weight = operands
+    data, matrix = terms
+    summed = [c for c in matrix if c in data and c not in output]
+    free = [c for c in matrix if c not in data and c in output]
+    if (
+        len(summed) + len(free) != len(matrix) or len(set(matrix)) != len(matrix) or len(set(data)) != len(data)
+        or any(c not in output and c not in summed for c in data) or capture.is_data(weight)
+    ):  # fmt: skip
+        raise NotThisForm
+    kept = [c for c in data if c in output]
+    with capture.resumed():
+        inner = x.permute([data.index(c) for c in (*kept, *summed)]).flatten(len(kept)) if summed else x[..., None]
+        view = weight.permute([matrix.index(c) for c in (*free, *summed)])
+        sizes = view.shape[: len(free)]
+        view = view.reshape(sizes.numel(), -1)
+        out = F.linear(inner, view).unflatten(-1, sizes or (1,))
+        order = [*kept, *free]
+        if not free:
+            out = out.squeeze(-1)
+        return out.permute([order.index(c) for c in output])

@@ -1,0 +1,103 @@
+"""Normalisation: the activation is normalised without parameters, then scaled and shifted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparsedp.capture.capture import Capture
+from sparsedp.capture.rules.registry import bind, names_of, require_functional, rule
+
+
+def _scale_and_shift(capture: Capture, normal: Tensor, weight: Any, bias: Any) -> Tensor:
+    with capture.resumed():
+        if weight is not None:
+            normal = normal * weight
+        return normal if bias is None else normal + bias
+
+
+def _follow(capture: Capture, name: str, source: Tensor, out: Tensor, trailing: int) -> Tensor:
+    """A normalised activation: its units are where they were, and not among the `trailing` dimensions."""
+    axis = capture.axis(source, name, "of the layer")
+    if axis.dim >= source.ndim - trailing:
+        raise capture.refuse(name, "of the layer", "it normalises over the units of the batch", "keep the batch first")
+    return capture.place(out, axis)
+
+
+def _trailing(bound: dict[str, Any]) -> int:
+    shape = bound["normalized_shape"]
+    return len(shape) if isinstance(shape, (tuple, list, torch.Size)) else 1
+
+
+@rule("layer_norm")
+def _layer_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    bound = bind(("input", "normalized_shape", "weight", "bias", "eps"), args, kwargs)
+    weight, bias = bound.pop("weight", None), bound.pop("bias", None)
+    return _scale_and_shift(
+        capture, _follow(capture, name, bound["input"], F.layer_norm(**bound), _trailing(bound)), weight, bias
+    )
+
+
+@rule("rms_norm")
+def _rms_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    bound = bind(("input", "normalized_shape", "weight", "eps"), args, kwargs)
+    weight = bound.pop("weight", None)
+    return _scale_and_shift(
+        capture, _follow(capture, name, bound["input"], F.rms_norm(**bound), _trailing(bound)), weight, None
+    )
+
+
+def _by_channel(capture: Capture, parameter: Any, ndim: int) -> Any:
+    """(C,) as (C, 1, ..., 1), to meet (B, C, ...)."""
+    if parameter is None:
+        return None
+    with capture.resumed():
+        return parameter.reshape(-1, *(1,) * (ndim - 2))
+
+
+@rule("group_norm")
+def _group_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    bound = bind(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
+    x = bound["input"]
+    weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
+    return _scale_and_shift(capture, _follow(capture, name, x, F.group_norm(**bound), x.ndim - 1), weight, bias)
+
+
+@rule("instance_norm")
+def _instance_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    require_functional(capture, name, func, F.instance_norm, args)
+    order = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
+    bound = bind(order, args, kwargs)
+    names = names_of(capture, [t for t in (bound.get("weight"), bound.get("bias")) if t is not None])
+    if bound.get("use_input_stats", True) and bound.get("running_mean") is not None:
+        raise capture.refuse(
+            name,
+            names,
+            "it stores running statistics of the batch without noise",
+            "set track_running_stats=False",
+        )
+    x = bound["input"]
+    weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
+    return _scale_and_shift(capture, _follow(capture, name, x, F.instance_norm(**bound), x.ndim - 1), weight, bias)
+
+
+@rule("batch_norm")
+def _batch_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    require_functional(capture, name, func, F.batch_norm, args)
+    order = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    bound = bind(order, args, kwargs)
+    x = bound["input"]
+    if bound.get("training", False) or bound["running_mean"] is None:
+        names = names_of(capture, [t for t in (bound.get("weight"), bound.get("bias")) if t is not None])
+        raise capture.refuse(
+            name,
+            names,
+            "its statistics mix the units of the batch",
+            "use GroupNorm or LayerNorm, or put it in eval()",
+        )
+    weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
+    return _scale_and_shift(capture, _follow(capture, name, x, F.batch_norm(**bound), x.ndim - 1), weight, bias)

@@ -1,0 +1,90 @@
+"""Any other operation, on small parameters: `vmap` runs it unit by unit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsedp.capture.capture import Capture
+from sparsedp.capture.expressions import Expression
+from sparsedp.capture.rules.elementwise import tap
+from sparsedp.capture.tracking import UnitAxis
+
+
+def unit_by_unit(
+    capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression]
+) -> Tensor:
+    """An operation without a rule, on small parameters: each unit gets its own copy, and `vmap` keeps units apart."""
+    names = ", ".join(e.names for e in expressions)
+    instead = (
+        "write the computation with nn.Linear, nn.Embedding, F.linear, x @ W or elementwise operations, or freeze the "
+        "parameter with requires_grad_(False)"
+    )
+    if not all(expression.small for expression in expressions):
+        raise capture.refuse(name, names, "capture has no rule for this operation on a large parameter", instead)
+    if name.endswith("_") or name == "setitem" or "out" in kwargs:
+        raise capture.refuse(name, names, "it writes in place", "use the form that returns a new tensor")
+    units = capture.units
+    moved: list[Tensor] = []
+
+    def prepare(value: Any) -> Any:
+        """Replaces batch tensors and parameters by their place in `moved`."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(prepare(item) for item in value)
+        found = capture.expression(value)
+        if found is not None:
+            moved.append(tap(capture, name, found, UnitAxis(0), found.tensor.ndim + 1, units))
+        elif capture.is_data(value):
+            axis = capture.axis(value, name, names)
+            if axis != UnitAxis(0) or value.shape[0] != units:
+                raise capture.refuse(name, names, "units are not on axis 0 of its input", "keep the batch first")
+            moved.append(value[:, None])
+        else:
+            return value
+        return _Place(len(moved) - 1)
+
+    spots, named = prepare(args), {key: prepare(value) for key, value in kwargs.items()}
+
+    def one(*values: Tensor) -> Tensor:
+        def fill(value: Any) -> Any:
+            if isinstance(value, (tuple, list)):
+                return type(value)(fill(item) for item in value)
+            return values[value.index] if isinstance(value, _Place) else value
+
+        result = func(*fill(spots), **{key: fill(value) for key, value in named.items()})
+        if not isinstance(result, Tensor) or result.shape[:1] != (1,):
+            raise capture.refuse(name, names, "its result does not have the units on axis 0", instead)
+        return result[0]
+
+    if units == 0:
+        with torch.no_grad():
+            plain = func(*_detached(capture, args), **_detached(capture, kwargs))
+        return capture.record(plain, lambda grad: [], UnitAxis(0))
+    try:
+        out = torch.func.vmap(one, randomness="different")(*moved)
+    except RuntimeError as error:
+        raise capture.refuse(name, names, f"it cannot run unit by unit ({error})", instead) from error
+    with torch.no_grad():
+        plain = func(*_detached(capture, args), **_detached(capture, kwargs))
+    closeness = 1e-4 * float(plain.abs().amax()) if plain.numel() else 0.0
+    if plain.shape != out.shape or not torch.allclose(plain, out, rtol=1e-3, atol=closeness, equal_nan=True):
+        raise capture.refuse(name, names, "its result for one unit depends on the others", instead)
+    return capture.place(out, UnitAxis(0))
+
+
+class _Place:
+    """Stands in an argument list for the tensor that `vmap` hands over."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _detached(capture: Capture, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _detached(capture, item) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_detached(capture, item) for item in value)
+    return value.detach() if isinstance(value, Tensor) else value
