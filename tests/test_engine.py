@@ -339,7 +339,7 @@ def test_memory_stays_flat_without_the_garbage_collector() -> None:
     finally:
         gc.enable()
     assert engine.ledger.steps == 1000
-    assert max(counts[1:]) <= counts[0] + 2
+    assert counts[-1] <= counts[1] + 2  # a leak would add a tensor a step, a hundred in each of these
 
 
 def test_interrupted_forward_leaves_nothing_behind() -> None:
