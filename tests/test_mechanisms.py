@@ -84,7 +84,7 @@ def test_selection_comes_before_clipping(limit: int | None) -> None:
     found = capture_uses(
         plain, [i, v], lambda out: nn.functional.binary_cross_entropy_with_logits(out, t, reduction="sum")
     )
-    found.uses["table.weight"] = found.uses["table.weight"].restricted(torch.tensor(ROWS))
+    found.uses["table.weight"] = found.uses["table.weight"].restricted(torch.tensor(ROWS), 6)
     norms = torch.stack([uses.squared_norms(len(i)) for uses in found.uses.values()]).sum(0).sqrt()
     factors = Clipping(clip).factors(norms)
     for name, parameter in module.named_parameters():
@@ -118,14 +118,28 @@ def test_tied_tables_are_masked_in_every_use() -> None:
     keep = torch.tensor([0, 3, 9])
     uses = found.uses["e.weight"]
     whole = dense(uses.weighted_sum(torch.ones(5).double(), torch.Size([10, 4])), torch.Size([10, 4]))
-    part = dense(uses.restricted(keep).weighted_sum(torch.ones(5).double(), torch.Size([10, 4])), torch.Size([10, 4]))
+    part = dense(
+        uses.restricted(keep, 4).weighted_sum(torch.ones(5).double(), torch.Size([10, 4])), torch.Size([10, 4])
+    )
     mask = torch.zeros(10, 1).double().index_fill_(0, keep, 1.0)
     torch.testing.assert_close(part, whole * mask)
 
 
+def test_written_out_gradients_are_masked_too() -> None:
+    """A table of which some rows are added whole, beside lookups."""
+    from support import Apply
+
+    module = Apply(lambda m, i: m.e(i) * m.e.weight[2:5].sum(0) * m.e.weight[3], e=nn.Embedding(10, 4)).double()
+    uses = capture_uses(module, [torch.randint(10, (5,))]).uses["e.weight"]
+    keep, ones, shape = torch.tensor([0, 3, 9]), torch.ones(5).double(), torch.Size([10, 4])
+    mask = torch.zeros(10, 1).double().index_fill_(0, keep, 1.0)
+    part = dense(uses.restricted(keep, 4).weighted_sum(ones, shape), shape)
+    torch.testing.assert_close(part, dense(uses.weighted_sum(ones, shape), shape) * mask)
+
+
 def test_restricted_to_nothing() -> None:
     found = capture_uses(Clicks(), [torch.randint(50, (5,)), torch.randn(5, 3)])
-    uses = found.uses["table.weight"].restricted(torch.empty(0, dtype=torch.long))
+    uses = found.uses["table.weight"].restricted(torch.empty(0, dtype=torch.long), 6)
     assert float(uses.squared_norms(5).max()) == 0
 
 

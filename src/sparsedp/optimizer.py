@@ -84,6 +84,8 @@ class _Accumulated:
         known = self.totals.get(name)
         if known is None:
             self.totals[name] = part
+        elif isinstance(known, RowSparse) and isinstance(part, RowSparse) and known.rows is part.rows:
+            self.totals[name] = RowSparse(known.rows, known.values + part.values)
         elif isinstance(known, RowSparse) and isinstance(part, RowSparse):
             ids, values = torch.cat([known.rows, part.rows]), torch.cat([known.values, part.values])
             self.totals[name] = sum_rows(ids, values)
@@ -279,13 +281,14 @@ class PrivateOptimizer(Optimizer):
         """Clips the units of one physical batch, on the selection, and adds them up."""
         mine = self._accumulated
         known = RowNorms()
-        for name, uses in captured.uses.items():
+        chosen = {} if selection is None else {n: rows for n, rows in selection.items() if n in captured.uses}
+        for name, rows in chosen.items():
+            uses = captured.uses[name]
             if uses.lookups:
                 mine.touch(name, uses.touched_rows())
-            if selection is not None and name in selection:
-                mine.mass += float(uses.squared_norms(captured.units, known).sum())
-                captured.uses[name] = uses.restricted(selection[name])
-                mine.kept += float(captured.uses[name].squared_norms(captured.units, known).sum())
+            mine.mass += float(uses.squared_norms(captured.units, known).sum())
+            captured.uses[name] = uses.restricted(rows, self._parameters[name][0].numel())
+            mine.kept += float(captured.uses[name].squared_norms(captured.units, known).sum())
         with self.stage("norms"):
             norms = self._norms(captured, known)
         if norms is None:
@@ -298,7 +301,10 @@ class PrivateOptimizer(Optimizer):
             for name, uses in captured.uses.items():
                 parameter = self._parameters[name]
                 weights = (factors * self._scale(captured)).to(parameter.dtype)
-                mine.add(name, uses.weighted_sum(weights, parameter.shape))
+                total = uses.weighted_sum(weights, parameter.shape, chosen.get(name))
+                if uses.lookups and name not in chosen:
+                    mine.touch(name, total.rows if isinstance(total, RowSparse) else uses.touched_rows())
+                mine.add(name, total)
 
     def _scale(self, captured: Captured) -> float:
         """What a captured gradient is multiplied by to be that of the unit's own loss."""
@@ -396,6 +402,9 @@ def _add(gradient: Tensor, part: Tensor | RowSparse, rows: Tensor | None = None,
     """Adds alpha times a clipped sum to a gradient of all rows, or of the selected `rows`."""
     if isinstance(part, Tensor):
         gradient.add_(part.view_as(gradient) if rows is None else part[rows], alpha=alpha)
+        return
+    if part.rows is rows:
+        gradient.add_(part.values.view_as(gradient), alpha=alpha)
         return
     at = part.rows if rows is None else torch.searchsorted(rows, part.rows)
     gradient.index_add_(0, at, part.values.view(-1, *gradient.shape[1:]), alpha=alpha)

@@ -40,6 +40,7 @@ class Lookup:
     source: Tensor | None = None  # (N,) row of `grad` for each position; None: position n has grad[n]
     weight: Tensor | None = None  # (N,) factor of each position; None: 1
     one_each: bool = False  # position n belongs to unit n, and N is the number of units
+    slots: Tensor | None = None  # (N,) place of each id among the rows that `restricted` left; their number for none
 
     def positions(self) -> Tensor:
         """The gradient of each position, (N, d)."""
@@ -123,12 +124,15 @@ class ParameterUses:
                 total = total + 2 * _inner(piece, other, units)
         return total.double().clamp_min(0) + _slack(pieces) * reach.square()
 
-    def weighted_sum(self, factors: Tensor, shape: torch.Size) -> Tensor | RowSparse:
-        """The sum over units of factor times gradient; row-sparse if there are lookups only."""
-        rows = self._weighted_rows(factors) if self.lookups else None
+    def weighted_sum(self, factors: Tensor, shape: torch.Size, rows: Tensor | None = None) -> Tensor | RowSparse:
+        """The sum over units of factor times gradient; row-sparse if there are lookups only.
+
+        `rows` are those that the uses were restricted to: the result then has exactly these.
+        """
+        sparse = self._weighted_rows(factors, rows) if self.lookups else None
         if not self.linears and not self.builts:
-            assert rows is not None
-            return rows
+            assert sparse is not None
+            return sparse
         numel = shape.numel()
         dense: Tensor | None = None
         for linear in self.linears:
@@ -147,30 +151,53 @@ class ParameterUses:
                 start, stop = built.span
                 dense.view(-1)[start:stop] += vector
         assert dense is not None
-        if rows is not None:
-            dense.index_add_(0, rows.rows, rows.values.view(-1, *shape[1:]))
+        if sparse is not None:
+            dense.index_add_(0, sparse.rows, sparse.values.view(-1, *shape[1:]))
         return dense
 
-    def _weighted_rows(self, factors: Tensor) -> RowSparse:
+    def _weighted_rows(self, factors: Tensor, rows: Tensor | None) -> RowSparse:
+        if rows is not None and all(lookup.slots is not None for lookup in self.lookups):
+            return self._weighted_slots(factors, rows)
         ids = _cat([lookup.ids for lookup in self.lookups])
         values = _cat([lookup.weighted(factors) for lookup in self.lookups])
         return sum_rows(ids, values)
 
-    def restricted(self, rows: Tensor) -> ParameterUses:
-        """The uses with everything outside of `rows` (ascending) set to zero."""
+    def _weighted_slots(self, factors: Tensor, rows: Tensor) -> RowSparse:
+        """Adds every position to the place of its row; one more place takes what was left out."""
+        grad = self.lookups[0].grad
+        positions = sum(lookup.ids.numel() for lookup in self.lookups)
+        dtype = _sum_dtype(grad.dtype, positions, rows.numel())
+        total = grad.new_zeros(rows.numel() + 1, grad.shape[1], dtype=dtype)
+        for lookup in self.lookups:
+            assert lookup.slots is not None
+            total.index_add_(0, lookup.slots, lookup.weighted(factors).to(dtype))
+        return RowSparse(rows, total[:-1].to(grad.dtype))
 
-        def outside(ids: Tensor) -> Tensor:
+    def restricted(self, rows: Tensor, width: int) -> ParameterUses:
+        """The uses of a table of rows of `width` elements, with everything outside of `rows` (ascending) set to zero."""
+
+        def slots(ids: Tensor) -> Tensor:
             if rows.numel() == 0:
-                return torch.ones_like(ids, dtype=torch.bool)
+                return torch.zeros_like(ids)
             at = torch.searchsorted(rows, ids.contiguous()).clamp_max(rows.numel() - 1)
-            return rows[at] != ids
+            return at.masked_fill(rows[at] != ids, rows.numel())
 
-        lookups = [replace(lookup, ids=lookup.ids.masked_fill(outside(lookup.ids), -1)) for lookup in self.lookups]
-        linears = []
-        for linear in self.linears:
-            hidden = outside(torch.arange(*linear.rows, device=rows.device))
-            linears.append(replace(linear, grad=linear.grad.masked_fill(hidden, 0)))
-        return ParameterUses(lookups, linears, list(self.builts))
+        def hidden(first: int, last: int) -> Tensor:
+            return slots(torch.arange(first, last, device=rows.device)) == rows.numel()
+
+        lookups = []
+        for lookup in self.lookups:
+            places = slots(lookup.ids)
+            kept = lookup.ids.masked_fill(places == rows.numel(), -1)
+            lookups.append(replace(lookup, ids=kept, slots=places))
+        linears = [replace(linear, grad=linear.grad.masked_fill(hidden(*linear.rows), 0)) for linear in self.linears]
+        builts = []
+        for built in self.builts:
+            first, last = built.span
+            outside = hidden(first // width, (last - 1) // width + 1).repeat_interleave(width)
+            start = first - first // width * width
+            builts.append(replace(built, values=built.values.masked_fill(outside[start : start + last - first], 0)))
+        return ParameterUses(lookups, linears, builts)
 
     def touched_rows(self) -> Tensor:
         """The distinct rows that lookups use, ascending."""
@@ -183,6 +210,8 @@ class ParameterUses:
         units = _cat([lookup.units for lookup in self.lookups])
         used = ids >= 0
         ids, units = ids[used], units[used]
+        if len(self.lookups) == 1 and self.lookups[0].one_each:
+            return units, ids
         width = int(ids.max()) + 1 if ids.numel() else 1
         keys = torch.unique(units * width + ids)
         return keys // width, keys % width
@@ -191,12 +220,16 @@ class ParameterUses:
 def sum_rows(ids: Tensor, values: Tensor) -> RowSparse:
     """Sums `values` (n, d) over equal ids; negative ids are dropped."""
     rows, inverse = torch.unique(ids, return_inverse=True)
-    # Many terms in one float32 sum would lose more than a ten-thousandth of a single unit's part.
-    exact = values.double() if ids.numel() > 8 * max(rows.numel(), 1) else values
+    exact = values.to(_sum_dtype(values.dtype, ids.numel(), rows.numel()))
     summed = exact.new_zeros(rows.numel(), values.shape[1]).index_add_(0, inverse, exact).to(values.dtype)
     if rows.numel() and int(rows[0]) < 0:
         return RowSparse(rows[1:], summed[1:])
     return RowSparse(rows, summed)
+
+
+def _sum_dtype(dtype: torch.dtype, terms: int, sums: int) -> torch.dtype:
+    """float64 for long sums: in float32 they would lose more than a ten-thousandth of a single unit's part."""
+    return torch.float64 if terms > 8 * max(sums, 1) else dtype
 
 
 def _cat(tensors: list[Tensor]) -> Tensor:
