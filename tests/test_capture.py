@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import sparsedp
+from sparsedp.capture import Capture
 from sparsedp.capture import uses as uses_module
 from support import Apply, assert_exact, batch_of, unit_loss
 
@@ -249,6 +250,25 @@ def test_exact_for_a_batch_of_one(case: str) -> None:
 def test_nothing_from_an_empty_batch(case: str) -> None:
     module, *inputs = CASES[case]()
     assert_nothing(module, [tensor[:0] for tensor in inputs])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.filterwarnings("ignore:.*:UserWarning")
+def test_evaluation_without_gradients(case: str, training: bool) -> None:
+    """Under no_grad the module gives what it gives without capture, in train and eval mode."""
+    module, *inputs = CASES[case]()
+    module.train(training and "batch norm" not in case)
+    with torch.no_grad():
+        wanted = module(*inputs)
+        capture = Capture(module, dict(module.named_parameters()), batch_of(B))
+        capture.attach()
+        found = module(*inputs)
+        capture.detach()
+    for one, other in zip(
+        wanted if isinstance(wanted, tuple) else [wanted], found if isinstance(found, tuple) else [found]
+    ):
+        torch.testing.assert_close(one, other, msg=lambda text: f"{case}: {text}")
 
 
 def assert_nothing(module: nn.Module, inputs: list[torch.Tensor]) -> None:

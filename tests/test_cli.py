@@ -141,6 +141,7 @@ def test_a_run_and_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
         "plan.json",
         "metrics.jsonl",
         "checkpoint.pt",
+        "model.pt",
         "statement.json",
         "statement.txt",
         "result.json",

@@ -418,6 +418,46 @@ def test_fest_settings(options: dict, word: str) -> None:
         FEST(**options)
 
 
+def test_optimizers_that_take_no_sparse_gradients() -> None:
+    """Refused before training, by name, not in the middle of a step that is already paid for."""
+    cases: list[tuple[Any, str]] = [
+        (lambda m: torch.optim.Adam(m.parameters()), "Adam does not"),
+        (lambda m: torch.optim.SparseAdam(list(m.parameters())), "dense parameters"),
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1, weight_decay=0.1), "weight_decay"),
+    ]
+    for make, word in cases:
+        module = TwoTables()
+        with pytest.raises(sparsedp.UnsupportedError, match=word.replace("Adam does not", "which Adam does not take")):
+            make_private(module, loader_of(*clicks(60), batch_size=20), mechanism=AdaFEST(), optimizer=make(module))
+
+
+def test_tied_table_is_touched_as_a_whole() -> None:
+    module = Apply(lambda m, i: (m.e(i).sin() @ m.e.weight.T).sum(1), e=nn.Embedding(10, 4))
+    engine, module, optimizer, loader = make_private(
+        module, loader_of(torch.randint(10, (60,)), batch_size=20), mechanism=AdaFEST(threshold=-100.0)
+    )
+    (ids,) = next(iter(loader))
+    module(ids).mean().backward()
+    optimizer.step()
+    table = optimizer.last_step.tables["e.weight"]
+    assert (table.rows_touched, table.rows_selected, table.rows_false) == (10, 10, 0)
+
+
+def test_fest_warns_of_tables_without_rows() -> None:
+    counts = {"a.weight": torch.ones(50), "b.weight": torch.zeros(30)}
+    engine, *_ = make_private(TwoTables(), loader_of(*clicks(60), batch_size=20), mechanism=FEST(k=5, counts=counts))
+    with pytest.warns(sparsedp.SparseDPWarning, match=r"b\.weight"):
+        engine.prepare()
+
+
+def test_statement_names_the_settings() -> None:
+    engine, *_ = make_private(TwoTables(), loader_of(*clicks(60), batch_size=20), mechanism=AdaFEST(threshold=7.5))
+    assert (
+        "threshold=7.5" in str(engine.statement(1e-5))
+        and engine.statement(1e-5).to_dict()["settings"]["threshold"] == 7.5
+    )
+
+
 def test_adafest_settings() -> None:
     with pytest.raises(ValueError, match="noise_ratio"):
         AdaFEST(noise_ratio=0.0)

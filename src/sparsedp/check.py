@@ -111,17 +111,14 @@ def _mixing_message(name: str, shift: float, among: Gradients, alone: Gradients,
         )
     if abs(ratio - units) < 1e-5 * units or abs(ratio * units - 1) < 1e-5:
         wanted = "sum" if reduction == "mean" else "mean"
-        return start + (
-            f"It changes by the factor {ratio:.6g}, the number of units or its inverse: the loss looks like "
-            f"a {wanted} over "
-            f"units. Pass loss_reduction='{wanted}'."
+        return (
+            f"The loss looks like a {wanted} over units, not a {reduction}: gradients change by the factor {ratio:.6g} with "
+            f"the number of units. Pass loss_reduction='{wanted}' to check and to make_private, or use a {reduction}."
         )
     return start + (
-        f"All gradients change by the factor {ratio:.6g}. Likely cause: the loss divides by something that "
-        "the whole batch "
-        "decides, such as the number of valid tokens (ignore_index with mean reduction) or a sum of "
-        "weights. Average over each "
-        "unit's own tokens first, then over units; or divide by a constant."
+        f"All gradients change by the factor {ratio:.6g}. Likely cause: the loss divides by something that the whole batch "
+        "decides, such as the number of valid tokens (ignore_index with mean reduction) or a sum of weights. Average over "
+        "each unit's own tokens first, then over units; or divide by a constant."
     )
 
 
@@ -154,6 +151,7 @@ class _Trial:
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
         refuse_module(module)
+        self._original = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._module = copy.deepcopy(module).cpu().double()
         self._loss_fn, self._reduction = loss_fn, loss_reduction
         self.parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
@@ -189,7 +187,15 @@ class _Trial:
 
     def ordinary(self, batch: Any) -> Gradients:
         values = list(self.parameters.values())
-        grads = torch.autograd.grad(self._loss(batch), values, allow_unused=True)
+        loss = self._loss(batch)
+        outside = torch.autograd.grad(loss, list(self._original.values()), retain_graph=True, allow_unused=True)
+        for name, found in zip(self._original, outside):
+            if found is not None:
+                raise SparseDPError(
+                    f"The loss uses parameter '{name}' itself, outside of the module's forward (a penalty?), where it cannot be "
+                    "captured. Use weight_decay for penalties, or move the use into forward()."
+                )
+        grads = torch.autograd.grad(loss, values, allow_unused=True)
         return {
             name: torch.zeros_like(p) if grad is None else (grad.to_dense() if grad.is_sparse else grad)
             for (name, p), grad in zip(self.parameters.items(), grads)

@@ -23,7 +23,7 @@ from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.mechanisms import DPSGD, Mechanism
 from sparsedp.noise import GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
-from sparsedp.plan import LossReduction, PrivacyPlan
+from sparsedp.plan import LossReduction, PrivacyPlan, default_delta
 from sparsedp.refusals import find_tables, private_parameters, refuse_module, refuse_optimizer
 from sparsedp.sampling import BatchInfo, PrivateLoader, private_loader
 from sparsedp.statement import PrivacyStatement, make_statement
@@ -133,7 +133,7 @@ class PrivacyEngine:
         if not isinstance(mechanism, Mechanism):
             raise TypeError(f"mechanism must be a sparsedp mechanism such as sparsedp.DPSGD(), not {mechanism!r}")
         refuse_module(module)
-        refuse_optimizer(optimizer, mechanism.selects)
+        refuse_optimizer(optimizer, module, mechanism.selects)
         parameters = private_parameters(module, optimizer)
         loader = private_loader(
             data_loader,
@@ -204,7 +204,10 @@ class PrivacyEngine:
         return self._plan
 
     def get_epsilon(self, delta: float | None = None) -> float:
-        """What the steps that really ran have cost; 0 before the first. `delta` defaults to the plan's."""
+        """What the steps that really ran have cost; 0 before the first.
+
+        `delta` defaults to the plan's target or, without one, to 1 / N rounded down to one digit.
+        """
         return epsilon_of(self.ledger, self._delta(delta), self.accountant)
 
     def statement(self, delta: float | None = None) -> PrivacyStatement:
@@ -229,7 +232,7 @@ class PrivacyEngine:
         if self._plan is not None and self._plan.target_delta is not None:
             return self._plan.target_delta
         if self._plan is not None:
-            return 1 / (10 * self._plan.dataset_size)
+            return default_delta(self._plan.dataset_size)
         raise ValueError("delta is needed: there is no plan with a target delta yet")
 
     # ------------------------------------------------------------------ checkpoints

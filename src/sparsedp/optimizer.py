@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -284,8 +285,7 @@ class PrivateOptimizer(Optimizer):
         chosen = {} if selection is None else {n: rows for n, rows in selection.items() if n in captured.uses}
         for name, rows in chosen.items():
             uses = captured.uses[name]
-            if uses.lookups:
-                mine.touch(name, uses.touched_rows())
+            mine.touch(name, uses.touched_rows(len(self._parameters[name])))
             mine.mass += float(uses.squared_norms(captured.units, known).sum())
             captured.uses[name] = uses.restricted(rows, self._parameters[name][0].numel())
             mine.kept += float(captured.uses[name].squared_norms(captured.units, known).sum())
@@ -302,8 +302,8 @@ class PrivateOptimizer(Optimizer):
                 parameter = self._parameters[name]
                 weights = (factors * self._scale(captured)).to(parameter.dtype)
                 total = uses.weighted_sum(weights, parameter.shape, chosen.get(name))
-                if uses.lookups and name not in chosen:
-                    mine.touch(name, total.rows if isinstance(total, RowSparse) else uses.touched_rows())
+                if name in self._tables and name not in chosen:
+                    mine.touch(name, total.rows if isinstance(total, RowSparse) else uses.touched_rows(len(parameter)))
                 mine.add(name, total)
 
     def _scale(self, captured: Captured) -> float:
@@ -353,7 +353,9 @@ class PrivateOptimizer(Optimizer):
         # Written first: if the update is interrupted, the budget counts as spent.
         self.ledger.record(self.plan.step_event())
         try:
-            with self.stage("update"):
+            with self.stage("update"), warnings.catch_warnings():
+                # torch's own optimizers make sparse tensors in a way that torch warns about.
+                warnings.filterwarnings("ignore", "Sparse invariant checks")
                 self.inner.step()
         finally:
             for parameter in trained.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -119,3 +120,9 @@ class PrivacyPlan:
             for key in keys
             if mine.get(key) != other.get(key)
         ]
+
+
+def default_delta(size: int) -> float:
+    """1 / N, as in the DP-AdaFEST paper (section 4), rounded down to one digit."""
+    exponent = math.floor(math.log10(1 / size))
+    return float(f"{math.floor(1 / size / 10**exponent + 1e-9)}e{exponent}")

@@ -78,7 +78,8 @@ def private_parameters(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.
     return private
 
 
-def refuse_optimizer(optimizer: Optimizer, selects: bool) -> None:
+def refuse_optimizer(optimizer: Optimizer, module: nn.Module, selects: bool) -> None:
+    """Raises for optimizers that cannot take the gradients that a mechanism leaves."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS evaluates the loss several times in a step. Use SGD, Adam or another first-order one."
@@ -86,6 +87,32 @@ def refuse_optimizer(optimizer: Optimizer, selects: bool) -> None:
     if isinstance(optimizer, torch.optim.SparseAdam) and not selects:
         raise UnsupportedError(
             "SparseAdam takes row-sparse gradients only, and this mechanism puts noise on every row. Use Adam."
+        )
+    if selects:
+        _refuse_for_sparse_gradients(optimizer, find_tables(module), dict(module.named_parameters()))
+
+
+def _refuse_for_sparse_gradients(
+    optimizer: Optimizer, tables: frozenset[str], parameters: dict[str, nn.Parameter]
+) -> None:
+    kind = type(optimizer).__name__
+    if type(optimizer).__module__.startswith("torch.optim") and kind not in ("SGD", "Adagrad", "SparseAdam"):
+        raise UnsupportedError(
+            f"This mechanism leaves row-sparse gradients for tables, which {kind} does not take. Use SGD or Adagrad."
+        )
+    held = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    trained = [name for name, p in parameters.items() if p.requires_grad and id(p) in held]
+    dense = [name for name in trained if name not in tables]
+    if kind == "SparseAdam" and dense:
+        raise UnsupportedError(
+            f"SparseAdam cannot train dense parameters such as '{dense[0]}', and only tables get row-sparse gradients here. "
+            "Use SGD or Adagrad."
+        )
+    decayed = [n for n in trained if n in tables and held[id(parameters[n])].get("weight_decay", 0)]
+    if decayed:
+        raise UnsupportedError(
+            f"weight_decay changes every row of table '{decayed[0]}', which a row-sparse gradient cannot. Put tables into a "
+            "parameter group with weight_decay=0."
         )
 
 

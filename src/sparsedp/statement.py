@@ -20,6 +20,7 @@ class PrivacyStatement:
     unit: str
     neighbouring: str
     mechanism: str
+    settings: dict[str, Any]  # of the mechanism
     guarantee: str
     noise_multiplier: float
     max_grad_norm: float
@@ -33,6 +34,11 @@ class PrivacyStatement:
     def holds(self) -> bool:
         """Whether there is a finite guarantee at all."""
         return math.isfinite(self.epsilon)
+
+    @property
+    def _mechanism(self) -> str:
+        settings = ", ".join(f"{key}={value}" for key, value in self.settings.items() if value is not None)
+        return f"{self.mechanism}({settings})" if settings else self.mechanism
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
@@ -52,7 +58,7 @@ class PrivacyStatement:
         lines = [
             f"Privacy statement: {promise}",
             f"  protects:     one {self.unit}; neighbouring data sets differ by {self.neighbouring}",
-            f"  mechanism:    {self.mechanism}, noise multiplier {self.noise_multiplier:.4g}, "
+            f"  mechanism:    {self._mechanism}, noise multiplier {self.noise_multiplier:.4g}, "
             f"{self.clipping} clipping at {self.max_grad_norm:.4g}",
             f"  promise:      {self.guarantee}",
             f"  sampling:     {self.sampling}",
@@ -70,7 +76,7 @@ def make_statement(
     rate = f"rate {plan.batch_size}/{plan.dataset_size} = {plan.sample_rate:.3g}"
     assumptions = [
         f"The size of the data set, {plan.dataset_size}, is public.",
-        "Each unit's loss depends on that unit alone (sparsedp.check tests it).",
+        "Each unit's loss depends on that unit alone. Nothing but sparsedp.check verifies that for the loss function.",
     ]
     not_covered = [
         "Choices made by looking at private data: hyper-parameters, vocabularies, early stopping.",
@@ -95,6 +101,7 @@ def make_statement(
         unit=plan.unit,
         neighbouring=f"adding or removing one {plan.unit}",
         mechanism=plan.mechanism.name,
+        settings={key: value for key, value in plan.mechanism.to_dict().items() if key != "name"},
         guarantee=guarantee,
         noise_multiplier=plan.noise_multiplier,
         max_grad_norm=plan.clipping.max_norm,

@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sparsedp.capture.expressions import Expression, Placed
 from sparsedp.capture.tracking import Info, Mixed, UnitAxis, UnitData, follow, plain_name, written_axis
 from sparsedp.capture.uses import ParameterUses, Use
-from sparsedp.errors import SparseDPError, UnsupportedError
+from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
 
 # Operations that normalise over the batch, and the argument that says whether they do.
 _BATCH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
@@ -110,7 +110,8 @@ class Capture:
         self._stack: list[str] = []
         self._anchor = torch.zeros((), requires_grad=True)
         # The node that only a backward pass over the whole graph runs, not torch.autograd.grad for some inputs.
-        self._anchor_node: Any = self._anchor.view_as(self._anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        with torch.enable_grad():
+            self._anchor_node: Any = self._anchor.view_as(self._anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._handles: list[Any] = []
         self._kept: dict[str, tuple[int, int]] = {}  # identity and version of what a forward pass must not change
         self._storages: dict[int, str] = {}
@@ -261,7 +262,8 @@ class Capture:
         if expected is not None and record.batch is not expected:
             raise SparseDPError(
                 f"The loss comes from a forward pass over {record.batch.units} units that are not the loader's current batch "
-                f"of {expected.units}. Every unit of a batch must pass through the module exactly once per forward call: do "
+                f"of {expected.units}. Iterate over the loader that make_private returned, not over the old one. Every unit of "
+                "a batch must pass through the module exactly once per forward call: do "
                 "not concatenate, repeat, cut or accumulate batches (for micro-batches use max_physical_batch), and "
                 "evaluate other data under torch.no_grad()."
             )
@@ -442,8 +444,16 @@ class Capture:
                 if isinstance(before, UnitData) and before.axis == axis
                 else UnitData(axis if before is None else None)
             )
+        return self._follow(plain_name(name), args, kwargs, data, target)
+
+    def _follow(self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor) -> Info:
         known: list[tuple[Tensor, Info]] = [(tensor, self._info[tensor]) for tensor in data]
-        return follow(plain_name(name), args, kwargs, known, target, self.units, self._where())
+        try:
+            return follow(name, args, kwargs, known, out, self.units, self._where())
+        except UnitsMixedError:
+            if torch.is_grad_enabled():
+                raise
+            return UnitData(None)  # evaluation may mix units; training refuses what comes of it
 
     def _refuse_batch_statistics(self, name: str, args: tuple, kwargs: dict) -> None:
         """Normalisation over the batch, or with running statistics, also where its own weights are frozen."""
@@ -491,9 +501,8 @@ class Capture:
             for tensor in outputs:  # made of shared inputs and constants alone
                 self._info[tensor] = _SHARED
             return
-        known: list[tuple[Tensor, Info]] = [(tensor, self._info[tensor]) for tensor in data]
         for tensor in outputs:
-            self._info[tensor] = follow(name, args, kwargs, known, tensor, self.units, self._where())
+            self._info[tensor] = self._follow(name, args, kwargs, data, tensor)
 
     def _where(self) -> str:
         where = next((name for name in reversed(self._stack) if name), "")

@@ -417,6 +417,11 @@ def _triangle(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     return axis if axis.dim < source.ndim - 2 else None
 
 
+@_rule("embedding_bag")
+def _bag(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    return axis if axis == UnitAxis(0) and source.ndim == 2 else None
+
+
 @_rule("embedding", "one_hot")
 def _appends(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
     return axis  # one more dimension, at the end
@@ -564,6 +569,8 @@ def _getitem(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | N
         # An index that comes from the batch: fine as a mask, or beside an index that counts the units.
         if source.dtype == torch.bool:
             return None
+        if call.data == 1 and index is source:  # rows of a constant table
+            return axis
         return axis if axis == UnitAxis(0) and _counts_units(call) else Mixed("indexing with ids of the batch")
     items = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(item, (Tensor, list)) for item in items):

@@ -199,8 +199,10 @@ class ParameterUses:
             builts.append(replace(built, values=built.values.masked_fill(outside[start : start + last - first], 0)))
         return ParameterUses(lookups, linears, builts)
 
-    def touched_rows(self) -> Tensor:
-        """The distinct rows that lookups use, ascending."""
+    def touched_rows(self, count: int) -> Tensor:
+        """The distinct rows in use, ascending: those of the lookups; all `count` of them if the table is used whole."""
+        if self.linears or self.builts:
+            return torch.arange(count)
         rows = torch.unique(_cat([lookup.ids for lookup in self.lookups]))
         return rows[1:] if rows.numel() and int(rows[0]) < 0 else rows
 

@@ -41,6 +41,7 @@ from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import ConfigError
 from sparsedp.models import PCTR
 from sparsedp.optimizer import PrivateOptimizer
+from sparsedp.plan import default_delta
 from sparsedp.sampling import PrivateLoader
 
 Loss = Callable[[Any, Any], Tensor]
@@ -117,12 +118,6 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
     steps = training.epochs * private.steps_per_epoch
     scheduler = LambdaLR(optimizer, learning_rate_share(config.optimizer.scheduler, steps))
     return Prepared(engine, model, optimizer, private, scheduler, make_loss(config), data, steps, delta)
-
-
-def default_delta(size: int) -> float:
-    """1 / N, as in the DP-AdaFEST paper (section 4), rounded down to one digit."""
-    exponent = math.floor(math.log10(1 / size))
-    return float(f"{math.floor(1 / size / 10**exponent + 1e-9)}e{exponent}")
 
 
 def leave_signals_to_the_main_process(worker: int) -> None:

@@ -76,11 +76,12 @@ def _show_step(console: Console, result: dict[str, Any]) -> None:
             f"{row['ratio']['best']:.2f}", f"{row['ratio']['median']:.2f}",
         )  # fmt: skip
     console.print(table)
-    names = list(dict.fromkeys(stage for row in result["rows"] for stage in row["stages"]))
-    stages = _table("Where the private step's time goes; best, ms", ("model", "mechanism", *names))
-    for row in result["rows"]:
-        times = (f"{1e3 * row['stages'].get(name, 0.0):.1f}" for name in names)
-        stages.add_row(row["model"], row["mechanism"], *times)
+    variants = [f"{row['model']} {row['mechanism']}" for row in result["rows"]]
+    stages = Table(title="Where the private step's time goes; best, ms")
+    for index, column in enumerate(("stage", *variants)):
+        stages.add_column(column, justify="right" if index else "left")
+    for name in dict.fromkeys(stage for row in result["rows"] for stage in row["stages"]):
+        stages.add_row(name, *(f"{1e3 * row['stages'].get(name, 0.0):.1f}" for row in result["rows"]))
     console.print(stages)
 
 

@@ -161,6 +161,8 @@ class PrivacyConfig:
         self.make_mechanism()  # what it refuses is refused before any data is read
 
     def make_mechanism(self) -> Mechanism:
+        if "name" not in self.mechanism:
+            raise SchemaError("mechanism", "the key 'name' is missing, as in {name: adafest, threshold: 10.0}")
         try:
             return mechanism_from_dict(self.mechanism)
         except (TypeError, ValueError, SparseDPError) as error:

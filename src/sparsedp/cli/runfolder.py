@@ -4,6 +4,7 @@ config.yaml      the configuration, with every default written out
 plan.json        the privacy plan: sampling, clipping, mechanism, noise
 metrics.jsonl    one JSON object per logged step and per evaluation
 checkpoint.pt    what a run is resumed from; `torch.load` finds the weights under "model"
+model.pt         the weights alone, under the module's own names
 statement.json   what may be promised about the checkpoint's weights; the same as text in statement.txt
 result.json      written when the run is complete
 """
@@ -17,6 +18,8 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from sparsedp.cli.config import Config
 from sparsedp.cli.load import dump_config, load_config
@@ -75,6 +78,12 @@ class RunFolder:
     def write_statement(self, statement: PrivacyStatement) -> None:
         self._write("statement.json", statement.to_json() + "\n")
         self._write("statement.txt", f"{statement}\n")
+
+    def write_weights(self, weights: dict[str, Any]) -> None:
+        """What a user takes along: `model.load_state_dict(torch.load("model.pt"))`."""
+        temporary = self.path / ".model.pt.part"
+        torch.save(weights, temporary)
+        os.replace(temporary, self.path / "model.pt")
 
     def write_result(self, result: dict[str, Any]) -> None:
         self._write("result.json", _json(result, indent=2) + "\n")

@@ -189,7 +189,7 @@ class _EpsilonSpent:
         if last or started >= self._next:
             self._value = self._engine.get_epsilon(self._delta)
             took = time.monotonic() - started
-            self._next = started + max(5.0, 50 * took)
+            self._next = started + max(0.5, 20 * took)
         return self._value
 
 
@@ -295,6 +295,7 @@ class _Training:
             "evaluated": self.evaluated,
         }
         engine.save_checkpoint(self.folder.checkpoint, extra=extra)
+        self.folder.write_weights(self.parts.model.state_dict())
 
     def restore(self) -> None:
         extra = self.parts.engine.load_checkpoint(self.folder.checkpoint)

@@ -90,6 +90,7 @@ def mechanism_from_dict(values: dict[str, Any]) -> Mechanism:
         raise ValueError(f"Unknown mechanism {name!r}; known are {', '.join(sorted(_REGISTRY))}.")
     known = {field.name for field in fields(_REGISTRY[name])}  # type: ignore[arg-type]
     if unknown := set(settings) - known:
-        raise ValueError(f"Mechanism {name!r} has no setting {', '.join(sorted(map(repr, unknown)))}.")
+        has = f"its settings are {', '.join(sorted(known))}" if known else "it has none"
+        raise ValueError(f"Mechanism {name!r} has no setting {', '.join(sorted(map(repr, unknown)))}; {has}.")
     nested = {key: mechanism_from_dict(v) if isinstance(v, dict) and "name" in v else v for key, v in settings.items()}
     return _REGISTRY[name](**nested)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from sparsedp.accounting import ExponentialMechanismDpEvent, calibrate
 from sparsedp.capture import Captured
+from sparsedp.errors import SparseDPWarning
 from sparsedp.mechanisms.base import Count, Mechanism, Step
 from sparsedp.mechanisms.contribution import RowSpace
 from sparsedp.noise import RandomKey
@@ -35,7 +37,7 @@ class FEST(Mechanism):
       scale is calibrated for k picks (the paper's Algorithm 2, with scale 1/epsilon, costs about sqrt(k) times its
       epsilon).
 
-    split "global" takes the k largest of all tables; "tables" takes k / (number of tables) from each, as the paper.
+    split "global" takes the k largest of all tables together; "tables" takes k / (number of tables) from each, as the paper.
     `inputs(batch)` gives the arguments of the module for a batch of the loader; by default all but the last element.
     """
 
@@ -78,7 +80,16 @@ class FEST(Mechanism):
         if self.split == "tables":
             each = max(1, self.k // len(space.names))
             return {name: _top(score, each) for name, score in scores.items()}
-        return space.split(_top(np.concatenate([scores[name] for name in space.names]), self.k))
+        chosen = space.split(_top(np.concatenate([scores[name] for name in space.names]), self.k))
+        empty = [name for name, rows in chosen.items() if rows.numel() == 0]
+        if empty:
+            warnings.warn(
+                f"FEST selected no row of {', '.join(map(repr, empty))}: they will not be trained. Raise k, or use "
+                "split='tables'.",
+                SparseDPWarning,
+                stacklevel=2,
+            )
+        return chosen
 
     def _scores(self, space: RowSpace, count: Count, generator: np.random.Generator) -> dict[str, np.ndarray]:
         if self.counts is not None:
