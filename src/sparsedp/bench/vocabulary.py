@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,11 +40,10 @@ def workload(rows: int) -> Workload:
 
 def mechanisms(rows: int) -> dict[str, Callable[[], Mechanism]]:
     """Settings under which every sparse mechanism changes about as many rows as the batch touches."""
-    frequencies = torch.arange(rows, 0, -1)
     return {
         "dpsgd": DPSGD,
         "adafest": lambda: AdaFEST(threshold=6.0 * 5 * 1.02, noise_ratio=5.0),
-        "fest": lambda: FEST(k=BATCH, counts={"table.weight": frequencies}),
+        "fest": lambda: FEST(k=BATCH, counts={"table.weight": torch.arange(rows, 0, -1)}),
         "eana": EANA,
         "exponential": lambda: ExponentialSelection(k=BATCH),
     }
@@ -79,6 +79,11 @@ def extra_memory(rows: int, variant: str) -> dict[str, float]:
 
 
 def _peak() -> int:
+    """Most memory that this process has had, in bytes."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # getrusage would count what the parent process had when it started this one
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -47,7 +47,8 @@ EPILOG = """examples:
   sparsedp train my.yaml --run-dir runs/mine --json      the result as JSON; progress goes to stderr
   sparsedp train --resume runs/mine                      go on after Ctrl-C or a crash
 
-`sparsedp plan` says beforehand what a run will cost. The keys of a configuration are explained in demo.yaml,
+`sparsedp plan` says beforehand what a run will cost. The keys of a configuration are explained in
+src/sparsedp/cli/configs/demo.yaml,
 which `sparsedp train demo` uses; a run's own folder holds all of them, with their values, in config.yaml.
 """
 

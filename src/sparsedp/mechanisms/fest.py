@@ -125,7 +125,7 @@ class FEST(Mechanism):
 def _top(scores: np.ndarray, k: int) -> Tensor:
     if k >= len(scores):
         return torch.arange(len(scores))
-    return torch.from_numpy(np.sort(np.argpartition(-scores, k)[:k]))
+    return torch.from_numpy(np.sort(np.argpartition(scores, len(scores) - k)[len(scores) - k :]))
 
 
 def _digest(counts: Mapping[str, Tensor]) -> str:
