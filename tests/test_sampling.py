@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import time
 import tracemalloc
 import weakref
 from collections import OrderedDict, defaultdict
@@ -114,12 +113,10 @@ class TestPoissonLaw:
     def test_cost_follows_the_batch(self):
         size = 1 << 40
         tracemalloc.start()
-        start = time.perf_counter()
         batches = [poisson_indices(KEY.numpy(t), size, 1000 / size) for t in range(20)]
-        elapsed = time.perf_counter() - start
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        assert elapsed < 2 and peak < 1 << 22
+        assert peak < 1 << 22
         everything = np.concatenate(batches)
         assert abs(everything.size - 20_000) < 6 * np.sqrt(20_000)
         assert stats.kstest(everything / size, "uniform").pvalue > 1e-3

@@ -126,19 +126,22 @@ class Capture:
     # ------------------------------------------------------------------ attaching
 
     def attach(self) -> None:
-        for name, module in self._module.named_modules():
+        """Starts to watch the module; changes nothing if that is refused."""
+        for module in self._module.modules():
             if any(isinstance(hook, _Before) for hook in module._forward_pre_hooks.values()):
                 raise UnsupportedError(
                     "The module is private already, under another engine: call that engine's close()."
                 )
-            self._handles.append(module.register_forward_pre_hook(_Before(self, name), with_kwargs=True, prepend=True))
-            self._handles.append(module.register_forward_hook(_After(self), always_call=True))
         for name, parameter in self._module.named_parameters():
             if parameter._backward_hooks:
                 raise UnsupportedError(
                     f"Parameter '{name}' has a gradient hook, which would see no gradient. Remove it; to train a part of a "
                     "parameter, make that part a parameter of its own."
                 )
+        for name, module in self._module.named_modules():
+            self._handles.append(module.register_forward_pre_hook(_Before(self, name), with_kwargs=True, prepend=True))
+            self._handles.append(module.register_forward_hook(_After(self), always_call=True))
+        for name, parameter in self._module.named_parameters():
             if parameter.requires_grad:
                 hook = parameter.register_post_accumulate_grad_hook(_ordinary_gradient_hook(name))
                 self._handles.append(hook)
@@ -413,8 +416,8 @@ class Capture:
             self._kept = self._versions()  # changed without looking at the batch, such as spectral_norm's vectors
             return out
         if made and any(expression.tensor is target for expression in made):
-            raise self.refuse(name, made[0].names, "it changes a copy of the parameter in place", "use the form that "
-                              "returns a new tensor")  # fmt: skip
+            instead = "use the form that returns a new tensor"
+            raise self.refuse(name, made[0].names, "it changes a copy of the parameter in place", instead)
         if made:
             from sparsedp.capture.rules import run_use
 
@@ -439,11 +442,8 @@ class Capture:
             if isinstance(info, Mixed) or info.axis is None:
                 return UnitData(None)
             axis = written_axis(target, args[1], info.axis, written[0], self.units)
-            return (
-                before
-                if isinstance(before, UnitData) and before.axis == axis
-                else UnitData(axis if before is None else None)
-            )
+            fits = before is None or (isinstance(before, UnitData) and before.axis == axis)
+            return UnitData(axis if fits else None)
         return self._follow(plain_name(name), args, kwargs, data, target)
 
     def _follow(self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor) -> Info:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from sparsedp.errors import UnsupportedError
 State = tuple[Tensor, ...]
 
 
-class _Recurrent(nn.Module):
+class _Recurrent(nn.Module, ABC):
     gates: int  # blocks of `hidden_size` rows in a weight
 
     def __init__(
@@ -93,9 +94,9 @@ class _Recurrent(nn.Module):
                 shown.append(f"{name}={getattr(self, name)}")
         return ", ".join(shown)
 
+    @abstractmethod
     def _cell(self, from_input: Tensor, from_hidden: Tensor, state: State) -> State:
         """The next state from both projections, [batch, gates * hidden]."""
-        raise NotImplementedError
 
     def _run(self, x: Tensor, initial: Sequence[Tensor] | None, states: int) -> tuple[Tensor, State]:
         """All layers: output in x's layout, and the final states."""
