@@ -55,6 +55,8 @@ MIXING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "graph": lambda h: torch.ones(len(h), len(h)) @ h,
     "index_add": lambda h: torch.zeros_like(h).index_add(0, permutation(h), h),
     "sorted": lambda h: h.sort(0).values,
+    "transposed in place": lambda h: (h @ torch.ones(D, len(h))).transpose_(0, 1)[:, :D],
+    "renormalised in place": lambda h: h.clone().renorm_(2, 1, 0.5),
     "attention over the batch": lambda h: F.scaled_dot_product_attention(h[None], h[None], h[None])[0],
     "instance norm over the batch": lambda h: F.instance_norm(h.T[None])[0].T,
     "pooling over the batch": lambda h: F.avg_pool1d(h.T[None], 3, 1, 1)[0].T,

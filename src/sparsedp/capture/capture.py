@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsedp.capture.expressions import Expression, Placed
-from sparsedp.capture.tracking import Info, Mixed, UnitAxis, UnitData, follow, plain_name, written_axis
+from sparsedp.capture.tracking import POINTWISE, Info, Mixed, UnitAxis, UnitData, follow, plain_name, written_axis
 from sparsedp.capture.uses import ParameterUses, Use
 from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
 
@@ -432,6 +432,8 @@ class Capture:
         self, name: str, args: tuple, kwargs: dict, target: Tensor, before: Any, data: list[Tensor]
     ) -> Info:
         written = [tensor for tensor in data if tensor is not target]
+        if name != "setitem" and plain_name(name) not in POINTWISE:
+            return UnitData(None)  # transpose_, resize_, index_add_ and the like
         if isinstance(before, UnitData) and not written:
             return before  # a constant was written
         masks = [tensor for tensor in written if tensor.dtype == torch.bool and self._info.get(tensor) == before]

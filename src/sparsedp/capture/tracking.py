@@ -221,7 +221,8 @@ def _aligned(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     return moved if moved.dim >= 0 and call.out.shape[moved.dim] == source.shape[axis.dim] else None
 
 
-for _name in _pointwise_names():
+POINTWISE = frozenset(_pointwise_names())
+for _name in POINTWISE:
     _RULES[_name] = _aligned
     _JOINT.add(_name)
 
