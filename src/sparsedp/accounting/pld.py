@@ -5,7 +5,7 @@ no epsilon, and composing events convolves their losses (`convolution.py`). This
 does too. Two things differ, and are why this file exists:
 
 - The FFT is tilted. Without that its rounding errors drown a delta of 1e-8 after a million steps, or of 1e-12
-  after ten thousand, and epsilon comes out too *small*.
+  after ten thousand, and epsilon could come out too small.
 - The grid is as fine as the answer needs and no finer: what rounding adds to the variance is known, and from
   it the error of epsilon. A fixed grid is far too loose at small sampling rates, or far too slow.
 """

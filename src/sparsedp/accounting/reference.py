@@ -1,7 +1,7 @@
 """dp_accounting's own PLD accountant, for those who want its word beside ours.
 
-It knows Gaussians on all data or on Poisson samples, and Laplace noise. Its grid is fixed, and its convolutions are not
-tilted: after very many steps at a very small delta it can fall below the exact epsilon (see `convolution.py`).
+It knows Gaussians on all data or on Poisson samples, and Laplace noise. Its grid is fixed, and loose at small sampling
+rates.
 """
 
 from collections.abc import Mapping
