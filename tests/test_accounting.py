@@ -727,7 +727,13 @@ def corruptions():
 
         return apply
 
-    yield change(["version"], 2)
+    yield change(["version"], 3)
+    yield change(["version"], 1)  # which has no scopes
+    yield change(["composition"], "both")
+    yield change(["entries", 1, "scope"], -1)
+    yield change(["entries", 1, "scope"], "0")
+    yield lambda state: state["entries"][0].pop("scope")
+    yield lambda state: state.pop("composition")
     yield change(["extra"], 1)
     yield change(["entries"], {})
     yield change(["entries", 2], None)

@@ -105,6 +105,24 @@ def test_other_plans_are_refused_by_name(tmp_path: Path) -> None:
     _refused(tmp_path / "c.pt", start(seed=8), "seed")
 
 
+def test_another_model_is_refused_by_what_differs(tmp_path: Path) -> None:
+    """The first few parameters, not the shapes of all."""
+
+    def model(count: int, rows: int = 5) -> Any:
+        module = nn.ModuleList([nn.Embedding(rows, 2), *(nn.Linear(2, 2) for _ in range(count))])
+        return make_private(module, loader_of(*clicks(64), batch_size=8))[0]
+
+    path = tmp_path / "c.pt"
+    model(3).save_checkpoint(path)
+    with pytest.raises(CheckpointError) as caught:
+        model(9).load_checkpoint(path)
+    said = str(caught.value)
+    assert "parameters: '4.weight' is missing there, [2, 2] here, '4.bias' is missing there, [2] here, " in said
+    assert said.endswith("and 9 more.") and "'0.weight'" not in said and len(said) < 400
+    with pytest.raises(CheckpointError, match=r"plan: parameters: '0\.weight' is \[5, 2\] there, \[6, 2\] here\.$"):
+        model(3, rows=6).load_checkpoint(path)
+
+
 def _refused(path: Path, run: tuple, word: str) -> None:
     engine, module, optimizer, loader, _ = run
     before = copy.deepcopy(module.state_dict())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,58 @@ def test_a_counted_vocabulary_is_in_the_statement(capsys: pytest.CaptureFixture[
     hashed = data.replace("count, min_count: 5", "hash, buckets: 50")
     assert main(["train", "tiny.yaml", hashed, "--run-dir", "other", "--quiet"]) == 0
     assert "counted on the private data" not in Path("other/statement.txt").read_text()
+
+
+def test_the_statement_says_whether_the_loss_was_checked() -> None:
+    for check, words in (("true", "sparsedp.check found it so, on 2 of them"), ("false", "no check is on record")):
+        config = load_config("tiny.yaml", ["training.epochs=1", f"training.check={check}"])
+        run = run_training(config, Path(f"checked-{check}"))
+        assert sum(words in line for line in run.statement.assumptions) == 1
+        assert words in Path(f"checked-{check}/statement.txt").read_text()
+
+
+def test_show_config(capsys: pytest.CaptureFixture[str]) -> None:
+    """All keys, with explanations, and nothing else happens."""
+    for command in ("train", "plan"):
+        assert main([command, "tiny.yaml", "--set", "privacy.mechanism=adafest", "--show-config"]) == 0
+        out = capsys.readouterr().out
+        Path("shown.yaml").write_text(out)
+        assert load_config("shown.yaml") == load_config("tiny.yaml", ["privacy.mechanism=adafest"])
+        assert "  check: true  # run sparsedp.check on a few examples first" in out
+    assert not Path("runs").exists()
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    out = capsys.readouterr().out
+    assert "--show-config" in out and "src/" not in out
+
+
+def test_a_target_for_a_mechanism_without_a_guarantee(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "tiny.yaml", "--quiet", "--set", "privacy.mechanism=eana"]) == 2
+    err = capsys.readouterr().err
+    assert "'eana' has no (epsilon, delta) guarantee" in err and "noise_multiplier=" in err
+
+
+@pytest.mark.parametrize("policy", [None, "active"])
+def test_the_console_script_lets_waiting_threads_sleep(policy: str | None) -> None:
+    """Set before torch is loaded, when OpenMP reads it; what the environment says already stays."""
+    code = """
+import os, sys
+import sparsedp_command
+assert "torch" not in sys.modules
+sys.argv = ["sparsedp", "--version"]
+try:
+    sparsedp_command.main()
+finally:
+    print(os.environ["OMP_WAIT_POLICY"])
+"""
+    environment = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
+    environment |= {"PYTHONPATH": str(Path(__file__).parent.parent / "src"), "OMP_DISPLAY_ENV": "VERBOSE"}
+    if policy is not None:
+        environment["OMP_WAIT_POLICY"] = policy
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.split()[-1] == (policy or "passive")
+    if "GOMP_SPINCOUNT" in done.stderr:  # GNU's OpenMP says what it has read
+        assert ("GOMP_SPINCOUNT = '0'" in done.stderr) == (policy is None)
 
 
 @pytest.mark.slow
@@ -471,7 +525,10 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert values == sorted(values) and values[-1] == report["epsilon"] <= 5
     assert len(report["tables"]) == 26
     assert report["dense_gradient_size"] == sum(table["rows"] * table["dim"] for table in report["tables"])
-    assert report["measured"]["steps"] == 3 and report["measured"]["seconds_per_step"] > 0
+    measured = report["measured"]
+    assert measured["steps"] == 7  # of an epoch's 9, without those that warm up
+    assert measured["training_seconds"] > STEPS * measured["seconds_per_step"] > 0
+    assert measured["seconds_per_step"] >= measured["fastest_seconds_per_step"]
     memory = report["memory_bytes"]
     assert memory["tables"] == 4 * report["dense_gradient_size"]
     assert memory["gradients"] == memory["optimizer_state"] == 4 * report["parameters"]
@@ -480,6 +537,107 @@ def test_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "tiny.yaml", "--no-measure"]) == 0
     out = capsys.readouterr().out
     assert "after 9 steps" in out and "tables.2.weight" in out and "21 more" in out and "ms a step" not in out
+    assert "time not predicted" in " ".join(out.split()) and "private data without noise" in " ".join(out.split())
+
+
+ADAFEST = "privacy.mechanism={name: adafest, threshold: 4.0, noise_ratio: 2.0}"
+
+
+@pytest.mark.parametrize("mechanism", [ADAFEST, "privacy.mechanism={name: fest, k: 200, epsilon: 1.0, split: tables}"])
+def test_plan_predicts_what_the_run_does(mechanism: str) -> None:
+    from sparsedp.cli.plan import plan_report
+
+    config = load_config("tiny.yaml", [mechanism, "training.epochs=3", "training.seed=0"])
+    report = plan_report(config)
+    predicted, measured = report["predicted"], report["measured"]
+    result = run_training(config)
+    assert predicted["gradient_size"] == pytest.approx(result.gradient_size, rel=0.1)
+    assert predicted["rows_touched"] == pytest.approx(result.rows_touched, rel=0.05)
+    for name in ("rows_touched", "rows_selected", "rows_false", "gradient_size"):
+        assert measured[name] == pytest.approx(predicted[name], rel=0.2)
+    assert predicted["private"] and predicted["source"] == "all 900 training examples"
+    assert report["memory_bytes"]["gradients"] < 4 * report["dense_gradient_size"] / 2
+
+
+def test_plan_from_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    import numpy as np
+
+    def plan(*argv: str) -> dict[str, Any]:
+        assert main(["plan", "tiny.yaml", "--set", ADAFEST, "--no-measure", "--json", *argv]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    tables = plan()["tables"]
+    # Each of 500 units touches a row of every table, and all rows of a table are as popular.
+    counts = {table["name"]: np.full(table["rows"], 500 / table["rows"]) for table in tables}
+    np.savez("counts.npz", units=500, **counts)
+    torch.save({"units": 500, **{name: torch.from_numpy(c) for name, c in counts.items()}}, "counts.pt")
+    Path("counts.json").write_text(json.dumps({"units": 500, **{name: c.tolist() for name, c in counts.items()}}))
+    found = [plan("--counts", f"counts.{kind}")["predicted"] for kind in ("npz", "pt", "json")]
+    assert found[0] == found[1] == found[2] and not found[0]["private"] and found[0]["source"] == "given counts"
+    touched = sum(table["rows"] * (1 - math.exp(-100 / table["rows"])) for table in tables)
+    assert found[0]["rows_touched"] == pytest.approx(touched)
+    assert main(["plan", "tiny.yaml", "--no-measure", "--counts", "counts.npz"]) == 0
+    out = capsys.readouterr().out
+    assert "predicted from given counts" in " ".join(out.split()) and "private data" not in out
+
+
+def test_plan_finds_a_threshold(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "tiny.yaml", "--set", ADAFEST, "--no-measure", "--reduction", "20"]
+    assert main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    threshold = report["suggested"]["threshold"]
+    assert report["suggested"]["predicted"]["reduction"] == pytest.approx(20, rel=0.02)
+    assert report["predicted"]["reduction"] != pytest.approx(20, rel=0.02)
+    wanted = report["dense_gradient_size"] / 20
+    change = ["--set", f"privacy.mechanism.threshold={threshold}", "--gradient-size", str(wanted)]
+    assert main([*arguments[:-2], *change, "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["predicted"] == report["suggested"]["predicted"] == again["suggested"]["predicted"]
+    assert main(arguments) == 0
+    assert f"--set privacy.mechanism.threshold={threshold}" in capsys.readouterr().out
+
+
+def test_plan_without_trained_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "tiny.yaml", "--set", "model.freeze_tables=true", "--no-measure"]
+    assert main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "predicted" not in report and report["memory_bytes"]["gradients"] > 0
+    assert main([*arguments, "--set", ADAFEST, "--reduction", "2"]) == 2
+    assert "this run trains none" in capsys.readouterr().err
+
+
+def test_plan_with_a_mechanism_that_has_no_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    from sparsedp.mechanisms import Mechanism, base
+
+    @dataclass(frozen=True)
+    class Other(Mechanism):
+        name, selects, guarantee = "other", True, "none"
+
+    try:
+        assert main(["plan", "tiny.yaml", "--no-measure", "--set", "privacy.mechanism=other"]) == 0
+    finally:
+        del base._REGISTRY["other"]
+    assert "no rule yet to predict what mechanism 'other'" in " ".join(capsys.readouterr().out.split())
+
+
+def test_plan_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("counts.json").write_text('{"tables.0.weight": [1, 2]}')
+    Path("short.json").write_text('{"units": 3, "tables.0.weight": [1, 2]}')
+    Path("broken.json").write_text("{")
+    Path("counts.csv").write_text("1, 2")
+    for argv, words in [
+        (["--reduction", "20"], "privacy.mechanism is 'dpsgd'"),
+        (["--counts", "counts.json"], "the number of counted units as 'units'"),
+        (["--counts", "short.json"], "counts['tables.0.weight'] has shape (2,)"),
+        (["--counts", "broken.json"], "cannot be read"),
+        (["--counts", "counts.csv"], "expected a .npz, .pt or .json file"),
+        (["--counts", "nowhere.npz"], "nowhere.npz"),
+    ]:
+        assert main(["plan", "tiny.yaml", "--no-measure", *argv]) == 2
+        assert words in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["plan", "tiny.yaml", "--gradient-size", "-1"])
+    assert "expected a positive number" in capsys.readouterr().err
 
 
 def test_plan_agrees_with_the_run() -> None:

@@ -8,9 +8,10 @@ import pytest
 import yaml
 
 from sparsedp.cli.config import ClickLogData, FileVocabulary, GeneratedData, OwnData, differences
-from sparsedp.cli.load import bundled_names, dump_config, load_config
+from sparsedp.cli.load import bundled_names, dump_config, explain_config, load_config
 from sparsedp.cli.schema import all_paths
 from sparsedp.errors import ConfigError
+from sparsedp.mechanisms import FEST
 
 MINIMAL = """
 data: {kind: generated, rows: 1000}
@@ -62,8 +63,10 @@ def test_criteo_needs_paths_and_makes_them_absolute(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_demo_explains_every_key_that_it_can_have() -> None:
-    text = (Path(__file__).parent.parent / "src/sparsedp/cli/configs/demo.yaml").read_text()
-    values = yaml.safe_load(text)
+    configs = Path(__file__).parent.parent / "src/sparsedp/cli/configs"
+    values = yaml.safe_load((configs / "demo.yaml").read_text())
+    assert values["stream"] is None
+    values["stream"] = yaml.safe_load((configs / "stream.yaml").read_text())["stream"]  # which explains these keys
     for path in all_paths(type(load_config("demo"))):
         section, _, key = path.partition(".")
         of_others = {
@@ -105,7 +108,17 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
         ("privacy.noise_multiplier=null", r"privacy.target_epsilon: give exactly one of"),
         ("privacy.mechanism.name=dpsdg", r"privacy.mechanism: Unknown mechanism 'dpsdg'; known are"),
         ("privacy.mechanism={name: dpsgd, k: 3}", r"privacy.mechanism: Mechanism 'dpsgd' has no setting 'k'"),
-        ("privacy.mechanism=dpsgd", r"privacy.mechanism: expected a mapping; got 'dpsgd'"),
+        ("privacy.mechanism=dpsdg", r"privacy.mechanism: Unknown mechanism 'dpsdg'; .*Did you mean 'dpsgd'\?"),
+        ("privacy.mechanism=AdaFEST", r"privacy.mechanism: Unknown mechanism 'AdaFEST'; .*Did you mean 'adafest'\?"),
+        (
+            "privacy.mechanism={name: adafest, treshold: 3}",
+            r"privacy.mechanism: Mechanism 'adafest' has no setting 'treshold'; .*Did you mean 'threshold'\?",
+        ),
+        (
+            "privacy.mechanism={name: adafest, preselect: {name: fest, eps: 3}}",
+            r"privacy.mechanism: Mechanism 'fest' has no setting 'eps'; its settings are count_clip",
+        ),
+        ("privacy.mechanism=5", r"privacy.mechanism: expected a mapping; got 5"),
         (
             "data.kind=generatd",
             r"data.kind: expected generated or clicklog or 'package.module:name'.*'generated'\?",
@@ -144,8 +157,10 @@ def test_a_refusal_names_the_file_or_the_command_line(minimal: Path) -> None:
     minimal.write_text(MINIMAL.replace("lr: 0.1", ""))
     with pytest.raises(ConfigError, match=r"^mine.yaml: optimizer.lr: missing; expected a number above 0"):
         load_config(minimal)
-    with pytest.raises(ConfigError, match=r"^--set optimizer.lr: optimizer.lr: expected a number"):
+    with pytest.raises(ConfigError, match=r"^--set optimizer.lr: expected a number"):  # the key, once
         load_config(minimal, ["optimizer.lr=fast"])
+    with pytest.raises(ConfigError, match=r"^--set data.row: unknown key; .*Did you mean 'rows'\?"):
+        load_config(minimal, ["data.row=5"])
 
 
 @pytest.mark.parametrize(
@@ -193,6 +208,29 @@ def test_values_of_set(minimal: Path) -> None:
     assert (config.training.seed, config.training.epochs) == (7, 3)
     own = load_config(minimal, ["data={kind: 'my.package:make', options: {n: 3}}"])
     assert own.data == OwnData("my.package:make", {"n": 3})  # type: ignore[arg-type]
+
+
+def test_a_mechanism_by_its_bare_name(minimal: Path) -> None:
+    """On the command line and in a file, and settings can still join it."""
+    assert load_config(minimal, ["privacy.mechanism=adafest"]).privacy.mechanism == {"name": "adafest"}
+    joined = ["privacy.mechanism=adafest", "privacy.mechanism.threshold=3"]
+    assert load_config(minimal, joined).privacy.mechanism == {"name": "adafest", "threshold": 3}
+    minimal.write_text(MINIMAL.replace("max_grad_norm: 1", "max_grad_norm: 1, mechanism: fest"))
+    assert load_config(minimal).privacy.mechanism == {"name": "fest"}
+    assert load_config(minimal, ["privacy.mechanism.k=7"]).privacy.make_mechanism() == FEST(k=7)
+
+
+@pytest.mark.parametrize("name", ["demo", "own_model", "stream"])
+def test_an_explained_configuration_is_the_same_configuration(name: str, tmp_path: Path) -> None:
+    config = load_config(name, ["training.epochs=2"])
+    text = explain_config(config)
+    written = tmp_path / "config.yaml"
+    written.write_text(text)
+    assert load_config(written) == config
+    assert "  max_physical_batch: null  # larger batches reach the model in parts, to save memory" in text.splitlines()
+    assert "  epochs: 2" in text.splitlines()  # what one bundled file says of its own value is not said of others
+    explained = [line for line in text.splitlines() if "  # " in line]
+    assert len(explained) > 25
 
 
 def test_differences(minimal: Path) -> None:

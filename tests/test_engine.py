@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import sparsedp
-from sparsedp import SparseDPError
+from sparsedp import SparseDPError, UnsupportedError
 from support import Clicks, clicks, loader_of, make_private, one_by_one, train
 
 
@@ -258,6 +258,25 @@ def test_statement_says_what_weakens_it() -> None:
     assert json.loads(statement.to_json())["epsilon"] == "infinity"
     engine.add_note("The vocabulary was counted on private data.")
     assert "vocabulary was counted" in str(engine.statement(1e-5))
+
+
+def test_statement_says_whether_the_loss_was_checked() -> None:
+    engine, module, *_ = make_private(Clicks(), loader_of(*clicks(64), batch_size=8))
+    assert "no check is on record" in str(engine.statement(1e-5))
+    engine.add_check(sparsedp.check(module, nn.functional.binary_cross_entropy_with_logits, clicks(8), units=3))
+    text = str(engine.statement(1e-5))
+    assert "sparsedp.check found it so, on 3 of them" in text and "no check" not in text
+
+
+def test_a_target_for_a_mechanism_without_a_guarantee() -> None:
+    """Its epsilon is infinite with any noise: refused by name, with what to do instead."""
+    module = Clicks()
+    with pytest.raises(UnsupportedError, match=r"'eana' has no \(epsilon, delta\) guarantee.*noise_multiplier=\.\.\."):
+        sparsedp.PrivacyEngine().make_private_with_epsilon(
+            module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+            data_loader=loader_of(*clicks(64), batch_size=8), target_epsilon=2.0, target_delta=1e-4, epochs=1,
+            max_grad_norm=1.0, mechanism=sparsedp.EANA(),
+        )  # fmt: skip
 
 
 def test_plan_round_trip() -> None:

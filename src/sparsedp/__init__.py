@@ -14,8 +14,9 @@ from sparsedp.errors import (
     UnitsMixedError,
     UnsupportedError,
 )
-from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, Mechanism
+from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, LazyDP, Mechanism
 from sparsedp.plan import PrivacyPlan
+from sparsedp.sampling import Stream
 from sparsedp.statement import PrivacyStatement
 from sparsedp.version import __version__
 
@@ -30,6 +31,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "ExponentialSelection",
+    "LazyDP",
     "Mechanism",
     "NonFiniteGradientError",
     "PrivacyEngine",
@@ -37,6 +39,7 @@ __all__ = [
     "PrivacyStatement",
     "SparseDPError",
     "SparseDPWarning",
+    "Stream",
     "UnitsMixedError",
     "UnsupportedError",
     "__version__",

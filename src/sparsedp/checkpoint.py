@@ -43,7 +43,9 @@ class State:
     optimizer: dict[str, Any]
     ledger: Any
     loader: dict[str, Any]
-    prepared: dict[str, torch.Tensor] | None  # what the mechanism decided before its first step
+    prepared: dict[str, torch.Tensor] | None  # what the mechanism decided ahead of its steps, on the data
+    counted: list[int | None]  # of these scopes, and what it keeps of them for the next
+    memory: dict[str, torch.Tensor]
     seed: int | None
     extra: dict[str, Any]
     torch_generator: torch.Tensor | None = None
@@ -64,6 +66,8 @@ def save(path: str | os.PathLike[str], state: State) -> None:
         "ledger": state.ledger,
         "loader": state.loader,
         "prepared": state.prepared,
+        "counted": state.counted,
+        "memory": state.memory,
         "seed": state.seed,
         "torch_generator": generator,
         "extra": state.extra,
@@ -106,6 +110,9 @@ def load(path: str | os.PathLike[str], plan: PrivacyPlan, seed: int | None) -> S
         ledger=content["ledger"],
         loader=content["loader"],
         prepared=content["prepared"],
+        # Checkpoints from before there were streams do not have these: what was prepared was so on all data.
+        counted=content.get("counted", [] if content["prepared"] is None else [None]),
+        memory=content.get("memory", {}),
         seed=content["seed"],
         extra=content["extra"],
         torch_generator=content["torch_generator"],
@@ -119,6 +126,10 @@ def restore(
     _check_model(state.model, module)
     saved = Ledger()
     saved.load_state_dict(state.ledger)
+    if saved.composition != ledger.composition:
+        raise CheckpointError(
+            f"The checkpoint's ledger has {saved.composition} composition, this run {ledger.composition}."
+        )
     before = copy.deepcopy(optimizer.state_dict())
     position = loader.state_dict()
     try:
@@ -131,7 +142,7 @@ def restore(
     module.load_state_dict(state.model)
     ledger.go_back(saved, same_run=state.run == run)
     optimizer.forget()
-    optimizer.prepared = state.prepared
+    optimizer.prepared, optimizer.counted, optimizer.memory = state.prepared, list(state.counted), dict(state.memory)
     if state.torch_generator is not None:
         torch.set_rng_state(state.torch_generator)
 

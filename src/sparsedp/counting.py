@@ -1,18 +1,19 @@
-"""Counts how many units of the training data touch each row of each table, in one pass over the data."""
+"""Counts how many units of the training data touch each row of each table, in one pass over the data or a sample."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
-from sparsedp.capture import Capture
-from sparsedp.mechanisms.contribution import RowSpace, contribution_map
+from sparsedp.capture import Capture, Captured, RowSpace
+from sparsedp.nn.fallback import real_ids
 from sparsedp.sampling import PrivateLoader
 
 _CHUNK = 8192  # units looked at together
@@ -25,8 +26,11 @@ def count_rows(
     tables: Collection[str],
     inputs: Callable[[Any], Any] | None,
     clip: float | None,
+    indices: np.ndarray | None = None,
 ) -> dict[str, Tensor]:
     """For each table, the sum over all units of their contributions to each row, (rows,) float64.
+
+    With `indices`, over the units at these places in the data set only.
 
     A unit adds min(1, clip / sqrt(n)) to each of the n distinct rows that it touches; 1 if `clip` is None. The module's
     forward pass decides what a unit touches. `inputs(batch)` gives its arguments; by default a tuple without its last
@@ -34,22 +38,71 @@ def count_rows(
     """
     parameters = dict(module.named_parameters())
     space = RowSpace.of({name: parameters[name] for name in tables})
-    counts = torch.zeros(space.size, dtype=torch.float64)
-    data = DataLoader(
-        loader.dataset, batch_size=min(_CHUNK, loader.dataset_size), collate_fn=loader.collate_fn,
+    with real_ids(module):
+        sums = count_touches(glances(module, capture, loader, inputs, indices=indices), space, clip)[1]
+    return dict(zip(space.names, sums.split(list(space.sizes))))
+
+
+def count_touches(
+    seen: Iterator[Captured], space: RowSpace, clip: float | None, within: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """For each global row, how many units touch it, int64, and the sum of their contributions to it, float64; (rows,).
+
+    A unit adds min(1, clip / sqrt(n)) to each of its n distinct rows, as in `contribution_map`; 1 if `clip` is None.
+    `within` (global rows) restricts what is added and n, but not what is counted.
+    """
+    counts = torch.zeros(space.size, dtype=torch.long)
+    sums = torch.zeros(space.size, dtype=torch.float64)
+    eligible = torch.ones(space.size, dtype=torch.bool)
+    if within is not None:
+        eligible.zero_()[within] = True
+    for captured in seen:
+        touched = captured.touched(space)
+        units, at = touched.pairs()
+        counts[touched.rows] += torch.bincount(at, minlength=touched.rows.numel())
+        if within is not None:
+            inside = eligible[touched.rows][at]
+            units, at = units[inside], at[inside]
+        own = torch.bincount(units, minlength=captured.units)  # rows that each unit touches
+        whole = [
+            slice(start, start + size)
+            for name, start, size in zip(space.names, space.starts, space.sizes)
+            if name in captured.uses and name not in touched.lookups  # every unit uses every row, as in a softmax
+        ]
+        for table in whole:
+            counts[table] += captured.units
+            own += eligible[table].sum()
+        shares = torch.ones(captured.units, dtype=torch.float64)
+        if clip is not None:
+            shares = (clip / own.clamp_min(1).double().sqrt()).clamp_max(1.0)
+        sums[touched.rows] += torch.bincount(at, shares[units], touched.rows.numel())
+        for table in whole:
+            sums[table] += shares.sum() * eligible[table]
+    return counts, sums
+
+
+def glances(
+    module: nn.Module,
+    capture: Capture,
+    loader: PrivateLoader,
+    inputs: Callable[[Any], Any] | None,
+    indices: np.ndarray | None = None,
+    chunk: int | None = None,
+) -> Iterator[Captured]:
+    """The uses of forward passes over all units, or those at `indices`, at most `chunk` units at a time."""
+    data = loader.dataset if indices is None else Subset(loader.dataset, indices.tolist())
+    most = min(_CHUNK, loader.max_physical_batch or _CHUNK, len(data))  # type: ignore[arg-type]
+    batches = DataLoader(
+        data, batch_size=min(most, chunk or most), collate_fn=loader.collate_fn,
         num_workers=loader.num_workers, worker_init_fn=loader.worker_init_fn, pin_memory=loader.pin_memory,
         multiprocessing_context=loader.multiprocessing_context,
     )  # fmt: skip
     with Progress(console=Console(stderr=True), transient=True, disable=not Console(stderr=True).is_terminal) as bar:
-        task = bar.add_task("counting rows", total=len(data))
-        for batch in data:
+        task = bar.add_task("counting rows", total=len(batches))
+        for batch in batches:
             args, kwargs = _arguments(batch, inputs)
-            seen = capture.glance(lambda args=args, kwargs=kwargs: module(*args, **kwargs))  # type: ignore[misc]
-            # A bound of sqrt(size) never clips: no unit touches more rows than there are.
-            rows, values = contribution_map([seen], space, space.size**0.5 if clip is None else clip)
-            counts.index_add_(0, rows, values)
+            yield capture.glance(lambda args=args, kwargs=kwargs: module(*args, **kwargs))  # type: ignore[misc]
             bar.advance(task)
-    return dict(zip(space.names, counts.split(list(space.sizes))))
 
 
 def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple, dict]:

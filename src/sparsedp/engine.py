@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any, get_args
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -17,15 +16,19 @@ from sparsedp import checkpoint
 from sparsedp.accounting.epsilon import Accountant, epsilon_of
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Capture
+from sparsedp.check import CheckReport
 from sparsedp.clipping import Clipping, Style
 from sparsedp.counting import count_rows
 from sparsedp.errors import SparseDPError, UnsupportedError
+from sparsedp.lazy.guard import guard, settle_before, unguard
 from sparsedp.mechanisms import DPSGD, Mechanism
+from sparsedp.nn.fallback import has_fallback
 from sparsedp.noise import GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import LossReduction, PrivacyPlan, default_delta
+from sparsedp.prediction import Look, look_at_counts, look_at_data
 from sparsedp.refusals import find_tables, private_parameters, refuse_module, refuse_optimizer
-from sparsedp.sampling import BatchInfo, PrivateLoader, private_loader
+from sparsedp.sampling import BatchInfo, PrivateLoader, Stream, private_loader
 from sparsedp.statement import PrivacyStatement, make_statement
 
 _NOISE, _SAMPLING = 0, 1  # the purposes that the engine's key is split into
@@ -56,6 +59,7 @@ class PrivacyEngine:
         self._optimizer: PrivateOptimizer | None = None
         self._loader: PrivateLoader | None = None
         self._notes: list[str] = []
+        self._checked = 0  # units that sparsedp.check looked at
         self._run = secrets.token_hex(16)
         self._capture: Capture | None = None
 
@@ -75,16 +79,17 @@ class PrivacyEngine:
         unit: str = "example",
         poisson_sampling: bool = True,
         max_physical_batch: int | None = None,
+        stream: Stream | None = None,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         """The same module, and the optimizer and the loader to use from now on.
 
         The loader's batch size becomes the expected one, and the divisor of the gradient. `noise_multiplier=0`
         clips without noise: no privacy, and the statement says so. Batches of more than `max_physical_batch`
-        units reach the loop in parts.
+        units reach the loop in parts. With a `stream` an epoch is one pass over its spans of periods, in order of time.
         """
         plan, loader = self._prepare(
             module, optimizer, data_loader, noise_multiplier, max_grad_norm, mechanism, clipping, loss_reduction, unit,
-            poisson_sampling, max_physical_batch,
+            poisson_sampling, max_physical_batch, stream,
         )  # fmt: skip
         return self._install(plan, module, optimizer, loader)
 
@@ -104,13 +109,14 @@ class PrivacyEngine:
         unit: str = "example",
         poisson_sampling: bool = True,
         max_physical_batch: int | None = None,
+        stream: Stream | None = None,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         """As `make_private`, with the least noise that keeps `epochs` epochs within the target."""
         if not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"epochs must be a whole number of at least 1, not {epochs!r}")
         plan, loader = self._prepare(
             module, optimizer, data_loader, 1.0, max_grad_norm, mechanism, clipping, loss_reduction, unit,
-            poisson_sampling, max_physical_batch,
+            poisson_sampling, max_physical_batch, stream,
         )  # fmt: skip
         plan = plan.calibrated(
             target_epsilon=target_epsilon, target_delta=target_delta, steps=epochs * loader.steps_per_epoch
@@ -120,7 +126,7 @@ class PrivacyEngine:
     def _prepare(
         self, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader, noise_multiplier: float,
         max_grad_norm: float, mechanism: Mechanism | None, clipping: Style | Clipping, loss_reduction: LossReduction,
-        unit: str, poisson_sampling: bool, max_physical_batch: int | None,
+        unit: str, poisson_sampling: bool, max_physical_batch: int | None, stream: Stream | None,
     ) -> tuple[PrivacyPlan, PrivateLoader]:  # fmt: skip
         """Checks everything and changes nothing."""
         if self._plan is not None:
@@ -132,14 +138,17 @@ class PrivacyEngine:
         mechanism = DPSGD() if mechanism is None else mechanism
         if not isinstance(mechanism, Mechanism):
             raise TypeError(f"mechanism must be a sparsedp mechanism such as sparsedp.DPSGD(), not {mechanism!r}")
+        if stream is not None and not isinstance(stream, Stream):
+            raise TypeError(f"stream must be a sparsedp.Stream, not {type(stream).__name__}")
         refuse_module(module)
-        refuse_optimizer(optimizer, module, mechanism.selects)
+        refuse_optimizer(optimizer, module, mechanism)
         parameters = private_parameters(module, optimizer)
         loader = private_loader(
             data_loader,
             key=self._key.child(_SAMPLING),
             poisson=poisson_sampling,
             max_physical_batch=max_physical_batch,
+            stream=stream,
         )
         style = clipping if isinstance(clipping, Clipping) else Clipping(max_grad_norm, clipping)
         plan = PrivacyPlan(
@@ -154,6 +163,7 @@ class PrivacyEngine:
             accountant=self.accountant,
             loss_reduction=loss_reduction,
             seeded=self._key.seeded,
+            stream=None if stream is None else stream.plan(loader.span_steps),
         )
         return plan, loader
 
@@ -162,6 +172,14 @@ class PrivacyEngine:
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         parameters = private_parameters(module, optimizer)
         capture = Capture(module, parameters, lambda: loader.current)
+        inputs = _inputs_of(plan.mechanism)
+
+        def count(clip: float | None, span: int | None) -> dict[str, Tensor]:
+            indices = loader.indices(span)
+            return count_rows(module, capture, loader, find_tables(module), inputs, clip, indices)
+
+        if plan.stream is not None:
+            self.ledger.composition = plan.stream.composition
         private = PrivateOptimizer(
             inner=optimizer,
             module=module,
@@ -172,11 +190,16 @@ class PrivacyEngine:
             noise=GaussianNoise(self._key.child(_NOISE)),
             ledger=self.ledger,
             current_batch=lambda: loader.current,
-            count=partial(count_rows, module, capture, loader, find_tables(module), _inputs_of(plan.mechanism)),
+            count=count,
         )
         for parameter in parameters.values():
             parameter.grad = None
         capture.attach()
+        if private.lazy is not None:
+            capture.before_read = settle_before
+            for name, parameter in parameters.items():
+                if name in private.lazy:
+                    guard(parameter, private.lazy, name)
         self._capture = capture
         self._plan, self._module, self._optimizer, self._loader = plan, module, private, loader
         return module, private, loader
@@ -185,6 +208,21 @@ class PrivacyEngine:
         """Makes the module an ordinary one again. The statement stays."""
         if self._capture is not None:
             self._capture.detach()
+        if self._module is not None and self._optimizer is not None and self._optimizer.lazy is not None:
+            self.settle()
+            for parameter in self._module.parameters():
+                unguard(parameter)
+
+    def settle(self) -> None:
+        """Gives every row the noise that LazyDP still owes it. Whatever lets weights out does this by itself."""
+        lazy = self._parts()[1].lazy
+        if lazy is not None:
+            lazy.settle_all()
+
+    def pending(self) -> dict[str, int]:
+        """For each table, how many of its rows are owed noise; nothing with mechanisms other than LazyDP."""
+        lazy = self._parts()[1].lazy
+        return {} if lazy is None else lazy.pending()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -192,8 +230,33 @@ class PrivacyEngine:
         )
 
     def prepare(self) -> None:
-        """Runs now, not at the first step, what a mechanism does once before training, such as FEST's selection."""
-        self._parts()[1].prepare()
+        """Runs now, not at the next step, what a mechanism does ahead of its steps, such as FEST's selection."""
+        _, optimizer, loader = self._parts()
+        optimizer.prepare(loader.next_span)
+
+    def look(
+        self,
+        counts: Mapping[str, Any] | None = None,
+        units: float | None = None,
+        inputs: Callable[[Any], Any] | None = None,
+    ) -> Look:
+        """What `sparsedp.prediction` predicts steps from, before training and without a cost to the budget.
+
+        With public `counts`, for each table how many of `units` units touch each row, the data are not looked at.
+        Otherwise rows are counted on them without noise: what follows from it is for the developer, not for release.
+        `inputs(batch)` gives the module's arguments; by default a tuple without its last element, or a dict.
+        """
+        module, _, loader = self._parts()
+        names = find_tables(module)
+        tables = {n: p.detach() for n, p in module.named_parameters() if n in names and p.requires_grad}
+        if (counts is None) != (units is None):
+            raise ValueError("counts and units go together: of `units` units, counts[table][row] touch the row")
+        if counts is not None and units is not None:
+            if self.plan.mechanism.prepares and has_fallback(module):
+                raise UnsupportedError("Counts cannot tell how many units will use a fallback row: look at the data.")
+            return look_at_counts(self.plan, tables, counts, units)
+        assert self._capture is not None
+        return look_at_data(self.plan, module, self._capture, loader, tables, inputs or _inputs_of(self.plan.mechanism))
 
     # ------------------------------------------------------------------ answering for it
 
@@ -220,11 +283,16 @@ class PrivacyEngine:
             steps=self.ledger.steps,
             seeded=self._key.seeded,
             notes=tuple(self._notes),
+            checked=self._checked,
         )
 
     def add_note(self, note: str) -> None:
         """Adds to what the statement does not cover, such as a vocabulary counted on private data."""
         self._notes.append(note)
+
+    def add_check(self, report: CheckReport) -> None:
+        """Lets the statement say that `sparsedp.check` passed: `engine.add_check(sparsedp.check(...))`."""
+        self._checked = max(self._checked, report.units)
 
     def _delta(self, delta: float | None) -> float:
         if delta is not None:
@@ -248,7 +316,8 @@ class PrivacyEngine:
         checkpoint.save(path, checkpoint.State(
             plan=self.plan, run=self._run, model=module.state_dict(), optimizer=optimizer.state_dict(),
             ledger=self.ledger.state_dict(),
-            loader=loader.state_dict(), prepared=optimizer.prepared, seed=self._seed, extra=extra or {},
+            loader=loader.state_dict(), prepared=optimizer.prepared, counted=optimizer.counted, memory=optimizer.memory,
+            seed=self._seed, extra=extra or {},
         ))  # fmt: skip
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -258,8 +327,11 @@ class PrivacyEngine:
         """
         module, optimizer, loader = self._parts()
         state = checkpoint.load(path, self.plan, seed=self._seed)
+        self.settle()
         checkpoint.restore(state, self._run, module, optimizer, self.ledger, loader)
         self._run = state.run
+        if optimizer.lazy is not None:
+            optimizer.lazy.forget()
         if not self._key.seeded:
             # Going back to an earlier step with the same key would put the same noise on another gradient.
             self._key = RandomKey.from_os()

@@ -1,4 +1,17 @@
-"""The errors and warnings that SparseDP raises."""
+"""The errors and warnings that SparseDP raises, and what their messages have in common."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def suggestion(given: Any, known: Iterable[str]) -> str:
+    """ ". Did you mean 'x'?", or nothing."""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(str(given).lower(), list(names), n=1)
+    return f". Did you mean '{names[close[0]]}'?" if close else ""
 
 
 class SparseDPError(Exception):

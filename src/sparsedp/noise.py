@@ -31,6 +31,8 @@ _SHARED = 1 << 30
 # Where a mechanism's own randomness branches off, beside the parameters' noise.
 SELECTION = _SHARED + 1
 PREPARATION = _SHARED + 2
+# And the noise that LazyDP's rows wait for.
+WAITING = _SHARED + 3
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class GaussianNoise:
                 draws.append(((step, index, chunk), part))
         if small:
             together = torch.empty(sum(t.numel() for t in small), dtype=small[0].dtype, device=small[0].device)
-            draws.append(((step, _SHARED), together))
+            draws += [((step, _SHARED, chunk), part) for chunk, part in enumerate(together.split(CHUNK))]
         self._draw(draws, std)
         if small:
             for flat, part in zip(small, together.split([t.numel() for t in small])):
@@ -150,3 +152,12 @@ class GaussianNoise:
 @functools.cache
 def _pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="sparsedp-noise")
+
+
+def row_normals(key: RandomKey, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Standard normals for rows of the table `like`, (n, ...): a function of the key, each row's number and the column."""
+    width = like.shape[1:].numel()
+    values = np.empty((rows.numel(), width))
+    for i, row in enumerate(rows.tolist()):
+        values[i] = key.numpy(row).standard_normal(width)
+    return torch.from_numpy(values).to(like.dtype).view(rows.numel(), *like.shape[1:])

@@ -13,11 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsedp.accounting.ledger import Ledger
-from sparsedp.capture import Capture, Captured, RowNorms, RowSparse
-from sparsedp.capture.uses import sum_rows
+from sparsedp.capture import Capture, Captured, RowNorms, RowSpace, TouchedRows
+from sparsedp.capture.kernels import find, move_rows
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnsupportedError
-from sparsedp.mechanisms.base import Count, Step
-from sparsedp.noise import PREPARATION, SELECTION, GaussianNoise
+from sparsedp.gradient import NoisyGradient
+from sparsedp.lazy import LazyTables
+from sparsedp.mechanisms.base import Step
+from sparsedp.mechanisms.contribution import touched_rows
+from sparsedp.nn.fallback import keep_selection
+from sparsedp.noise import PREPARATION, SELECTION, WAITING, GaussianNoise
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import BatchInfo
 
@@ -70,35 +74,19 @@ class StepReport:
 
 
 class _Accumulated:
-    """The clipped sums of the physical batches of one logical batch, and what is reported of them."""
+    """What the physical batches of one logical batch add up to."""
 
     def __init__(self) -> None:
-        self.totals: dict[str, Tensor | RowSparse] = {}
-        self.touched: dict[str, Tensor] = {}
+        self.gradient: NoisyGradient | None = None
+        self.touched = torch.empty(0, dtype=torch.long)  # global rows
         self.units = 0
         self.clipped = 0
         self.norms = 0.0
         self.mass = 0.0  # of the tables' gradients, and what the selection left of it
         self.kept = 0.0
 
-    def add(self, name: str, part: Tensor | RowSparse) -> None:
-        known = self.totals.get(name)
-        if known is None:
-            self.totals[name] = part
-        elif isinstance(known, RowSparse) and isinstance(part, RowSparse) and known.rows is part.rows:
-            self.totals[name] = RowSparse(known.rows, known.values + part.values)
-        elif isinstance(known, RowSparse) and isinstance(part, RowSparse):
-            ids, values = torch.cat([known.rows, part.rows]), torch.cat([known.values, part.values])
-            self.totals[name] = sum_rows(ids, values)
-        else:
-            dense, other = (known, part) if isinstance(known, Tensor) else (part, known)
-            assert isinstance(dense, Tensor)
-            _add(dense, other)
-            self.totals[name] = dense
-
-    def touch(self, name: str, rows: Tensor) -> None:
-        known = self.touched.get(name)
-        self.touched[name] = rows if known is None else torch.unique(torch.cat([known, rows]))
+    def touch(self, rows: Tensor) -> None:
+        self.touched = torch.unique(torch.cat([self.touched, rows])) if self.touched.numel() else rows
 
 
 class PrivateOptimizer(Optimizer):
@@ -118,7 +106,7 @@ class PrivateOptimizer(Optimizer):
         noise: GaussianNoise,
         ledger: Ledger,
         current_batch: Callable[[], BatchInfo | None],
-        count: Count,
+        count: Callable[[float | None, int | None], dict[str, Tensor]],  # of (clip, span)
     ) -> None:
         # Not super().__init__(): it would make parameter groups of its own beside the wrapped optimizer's.
         self.inner = inner
@@ -135,11 +123,21 @@ class PrivateOptimizer(Optimizer):
         self._capture = capture
         self._current_batch = current_batch
         self._count = count
-        self.prepared: dict[str, Tensor] | None = None  # what the mechanism decided before its first step
+        self.prepared: dict[str, Tensor] | None = None  # what the mechanism decided ahead of its steps
+        self.counted: list[int | None] = []  # the scopes that it decided this on
+        self.memory: dict[str, Tensor] = {}  # what it keeps of them for the next one
         self._stepped: BatchInfo | None = None
         self._accumulated = _Accumulated()
         self._held: list[Captured] = []  # physical batches whose selection is not known yet
         self._buffers: dict[str, Tensor] = {}
+        self.lazy: LazyTables | None = None  # of a mechanism whose noise waits
+        if plan.mechanism.lazy:
+            assert isinstance(inner, torch.optim.SGD)  # others are refused before
+            own = {name: self._parameters[name] for name in sorted(self._tables)}
+            self.lazy = LazyTables(
+                own, inner, lambda: self.noise.key.child(WAITING), plan.noise_std / plan.divisor,
+                getattr(plan.mechanism, "aggregate", True), lambda: self.ledger.steps,
+            )  # fmt: skip
 
     # ------------------------------------------------------------------ torch.optim's surface
 
@@ -160,6 +158,8 @@ class PrivateOptimizer(Optimizer):
         return self.inner.defaults
 
     def state_dict(self) -> dict[str, Any]:
+        if self.lazy is not None:  # momentum waits for its noise as weights do
+            self.lazy.settle_all()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -201,6 +201,10 @@ class PrivateOptimizer(Optimizer):
         """One private step; for all but the last physical batch of a logical one, only its clipped sum is kept."""
         if closure is not None:
             raise UnsupportedError("A closure would evaluate the loss several times in one step. Call step() without.")
+        with torch._C.DisableTorchFunctionSubclass():  # lazy tables' guards would settle what is about to be updated
+            self._step()
+
+    def _step(self) -> None:
         batch = self._next_batch()
         self._refuse_ordinary_gradients()
         with self.stage("collect"):
@@ -215,7 +219,9 @@ class PrivateOptimizer(Optimizer):
         if self.plan.mechanism.selects:
             self._held.append(captured)
         else:
-            self._accumulate(captured, None)
+            if self._accumulated.gradient is None:
+                self._accumulated.gradient = self._begin(None)
+            self._accumulate(captured, self._accumulated.gradient)
         if batch.last:
             self._release()
 
@@ -237,10 +243,11 @@ class PrivateOptimizer(Optimizer):
             self._accumulated, self._held = _Accumulated(), []
             if not batch.first:
                 raise SparseDPError("The physical batches of a logical batch must all be stepped, in order.")
-        taken = self.ledger.steps + self.ledger.abandoned
-        if batch.last and self.plan.steps is not None and taken >= self.plan.steps:
+        limit = self.plan.steps_on(batch.span)
+        if batch.last and limit is not None and self.ledger.taken(batch.span) >= limit:
+            where = "" if batch.span is None else f" on span {batch.span} of the stream"
             raise SparseDPError(
-                f"The plan's {self.plan.steps} steps were taken and its privacy budget (epsilon {self.plan.target_epsilon}) "
+                f"The plan's {limit} steps{where} were taken and its privacy budget (epsilon {self.plan.target_epsilon}) "
                 "is spent. Train longer by planning for more epochs from the start."
             )
         return batch
@@ -261,106 +268,162 @@ class PrivateOptimizer(Optimizer):
                 "included, before make_private."
             )
 
-    def prepare(self) -> None:
-        """Lets the mechanism decide what it decides once, such as FEST its rows, and charges it."""
-        if self.prepared is not None:
-            return
-        mechanism = self.plan.mechanism
+    def prepare(self, span: int | None = None) -> None:
+        """Lets the mechanism decide what it decides ahead of its steps, such as FEST its rows, and charges it.
+
+        Once in a run; with running frequencies, once for each span of the stream, when training first comes to it.
+        """
+        mechanism, scope = self.plan.mechanism, self.plan.setup_scope(span)
         if not mechanism.prepares:
             self.prepared = {}
             return
-        prepared = mechanism.prepare(self._trained_tables(), self._count, self.noise.key.child(PREPARATION))
+        if scope in self.counted:
+            return
         event = mechanism.setup_event()
+        if event is not None and self.plan.steps is not None and self.ledger.setups(scope):
+            raise SparseDPError(
+                f"The {mechanism.name} mechanism has already counted these data, after the checkpoint that this run went "
+                f"back to. Counting them again would exceed its privacy budget (epsilon {self.plan.target_epsilon}): go "
+                "back to a later checkpoint, or start a new run."
+            )
+        share, memory = self.plan.examples_counted(scope), dict(self.memory)
+
+        def count(clip: float | None) -> dict[str, Tensor]:
+            return {name: counts / share for name, counts in self._count(clip, scope).items()}
+
+        key = self.noise.key.child(PREPARATION, *([] if scope is None else [scope]))
+        prepared = mechanism.prepare(self._trained_tables(), count, key, memory)
         if event is not None:
-            self.ledger.record(event, setup=True)
-        self.prepared = prepared
+            self.ledger.record(event, setup=True, scope=scope)
+        self.prepared, self.memory = keep_selection(self._module, prepared), memory
+        self.counted.append(scope)
 
     def _trained_tables(self) -> dict[str, Tensor]:
         return {n: self._parameters[n].detach() for n in sorted(self._tables) if self._parameters[n].requires_grad}
 
-    def _accumulate(self, captured: Captured, selection: Mapping[str, Tensor] | None) -> None:
-        """Clips the units of one physical batch, on the selection, and adds them up."""
-        mine = self._accumulated
-        known = RowNorms()
-        chosen = {} if selection is None else {n: rows for n, rows in selection.items() if n in captured.uses}
-        for name, rows in chosen.items():
-            uses = captured.uses[name]
-            mine.touch(name, uses.touched_rows(len(self._parameters[name])))
-            mine.mass += float(uses.squared_norms(captured.units, known).sum())
-            captured.uses[name] = uses.restricted(rows, self._parameters[name][0].numel())
-            mine.kept += float(captured.uses[name].squared_norms(captured.units, known).sum())
-        with self.stage("norms"):
-            norms = self._norms(captured, known)
-        if norms is None:
+    def _begin(self, selection: Mapping[str, Tensor] | None) -> NoisyGradient:
+        """The noise of this step, on the selection."""
+        space = RowSpace.of(self._trained_tables())
+        gradient = NoisyGradient(self._parameters, space, selection, self._buffers, noise_on_rows=self.lazy is None)
+        # The noise on the sum has this deviation times the divisor; the sums that are added are divided, too.
+        std = self.plan.mechanism.gradient_noise(self.plan.noise_multiplier) * self.plan.clipping.max_norm
+        with self.stage("noise"):
+            self.noise.fill(gradient.noisy, std / self.plan.divisor, self.ledger.steps)
+        return gradient
+
+    def _accumulate(self, captured: Captured, gradient: NoisyGradient) -> None:
+        """Clips the units of one physical batch, on the selection, and adds them to the gradient."""
+        if not captured.uses:  # an empty batch
             return
-        factors = self.plan.clipping.factors(norms)
+        mine, selection = self._accumulated, gradient.selection
+        touched = captured.touched(gradient.space)
+        slots = None if selection is None else touched.slots(selection)
+        with self.stage("norms"):
+            norms = self._norms(captured, touched, slots, selection)
         mine.units += captured.units
         mine.clipped += int((norms > self.plan.clipping.max_norm).sum())
         mine.norms += float(norms.sum())
+        mine.touch(touched_rows([captured], gradient.space))
+        weights = self.plan.clipping.factors(norms) * (self._scale(captured) / self.plan.divisor)
         with self.stage("sums"):
-            for name, uses in captured.uses.items():
-                parameter = self._parameters[name]
-                weights = (factors * self._scale(captured)).to(parameter.dtype)
-                total = uses.weighted_sum(weights, parameter.shape, chosen.get(name))
-                if name in self._tables and name not in chosen:
-                    mine.touch(name, total.rows if isinstance(total, RowSparse) else uses.touched_rows(len(parameter)))
-                mine.add(name, total)
+            gradient.add(captured, touched, slots, weights)
 
     def _scale(self, captured: Captured) -> float:
         """What a captured gradient is multiplied by to be that of the unit's own loss."""
         return float(captured.units) if self.plan.loss_reduction == "mean" else 1.0
 
-    def _norms(self, captured: Captured, known: RowNorms) -> Tensor | None:
-        """The norm of each unit's gradient over all parameters together, (B,), float64."""
-        squares: Tensor | None = None
+    def _norms(
+        self, captured: Captured, touched: TouchedRows, slots: Tensor | None, selection: Mapping[str, Tensor] | None
+    ) -> Tensor:
+        """The norm of each unit's gradient over all parameters together, on the selection, (B,), float64.
+
+        Restricts the uses of the tables to the selection.
+        """
+        mine, known = self._accumulated, RowNorms()
+        squares: dict[str, Tensor] = {}
+        once = touched.squared_norms(slots, known)
+        if once is not None:
+            mine.mass += float(once.every.sum())
+            mine.kept += float(once.selected.sum())
+            squares.update(zip(once.names, once.selected))
         for name, uses in captured.uses.items():
-            own = uses.squared_norms(captured.units, known)
-            if not torch.isfinite(own).all():
-                raise NonFiniteGradientError(
-                    f"The gradient of parameter '{name}' is NaN or infinite for some unit. The step was not taken."
-                )
-            squares = own.double() if squares is None else squares + own.double()
-        return None if squares is None else squares.sqrt() * self._scale(captured)
+            if name in squares:
+                continue
+            own = uses.squared_norms(captured.units, known).double()
+            if selection is not None and name in selection:
+                mine.mass += float(own.sum())
+                uses = captured.uses[name] = uses.restricted(selection[name], self._parameters[name][0].numel())
+                own = uses.squared_norms(captured.units, known).double()
+                mine.kept += float(own.sum())
+            squares[name] = own
+        total = torch.stack(list(squares.values())).sum(0)
+        if not torch.isfinite(total).all():
+            infinite = [name for name, own in squares.items() if not torch.isfinite(own).all()]
+            raise NonFiniteGradientError(
+                f"The gradient of parameter '{(infinite or list(squares))[0]}' is NaN or infinite for some unit. The step "
+                "was not taken."
+            )
+        return total.sqrt() * self._scale(captured)
 
     def _release(self) -> None:
         """Selects rows, adds the noise, lets the wrapped optimizer update, and writes the step into the ledger."""
         step = self.ledger.steps
         mechanism, tables = self.plan.mechanism, self._trained_tables()
-        self.prepare()
-        with self.stage("selection"):
-            selection = mechanism.select(self._held, self._step_context(step, tables))
-        for captured in self._held:
-            self._accumulate(captured, selection)
+        span = None if self._stepped is None else self._stepped.span
+        self.prepare(span)
+        if self.lazy is not None:
+            self.lazy.begin(tables)
+        if mechanism.selects:
+            with self.stage("selection"):
+                selection = mechanism.select(self._held, self._step_context(step, tables))
+            gradient = self._begin(selection)
+            for captured in self._held:
+                self._accumulate(captured, gradient)
+        else:
+            assert self._accumulated.gradient is not None
+            gradient = self._accumulated.gradient
         done, self._accumulated, self._held = self._accumulated, _Accumulated(), []
-
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        noisy: dict[int, Tensor] = {}
-        for index, (name, parameter) in enumerate(self._parameters.items()):
-            if name in trained:
-                rows = None if selection is None else selection.get(name)
-                noisy[index] = self._buffer(name, parameter, rows)
-        # The noise on the sum has this deviation times the divisor: dividing now saves a pass over the gradients.
-        divisor = self.plan.divisor
-        std = mechanism.gradient_noise(self.plan.noise_multiplier) * self.plan.clipping.max_norm / divisor
-        with self.stage("noise"):
-            self.noise.fill(noisy, std, step)
-        for (name, parameter), gradient in zip(trained.items(), noisy.values()):
-            rows = None if selection is None else selection.get(name)
-            total = done.totals.get(name)
-            if total is not None:
-                _add(gradient, total, rows, 1 / divisor)
-            parameter.grad = gradient if rows is None else _sparse(rows, gradient, parameter.shape)
+        rows = gradient.selection or {}
+        plain = self._plain_rates() if rows and self.lazy is None else {}
+        moved = {name: plain[name] for name in rows if name in plain}
+        for name, parameter in trained.items():
+            waits = self.lazy is not None and name in self.lazy
+            parameter.grad = None if waits or name in moved else gradient.as_sparse(name)
         # Written first: if the update is interrupted, the budget counts as spent.
-        self.ledger.record(self.plan.step_event())
+        self.ledger.record(self.plan.step_event(span), scope=span)
         try:
             with self.stage("update"), warnings.catch_warnings():
                 # torch's own optimizers make sparse tensors in a way that torch warns about.
                 warnings.filterwarnings("ignore", "Sparse invariant checks")
+                for name, rate in moved.items():
+                    move_rows(self._parameters[name].detach(), rows[name], gradient.values[name], -rate)
+                if self.lazy is not None:
+                    for name in rows:
+                        self.lazy.apply(name, rows[name], gradient.values[name])
                 self.inner.step()
+                if self.lazy is not None:
+                    self.lazy.advance()
         finally:
             for parameter in trained.values():
                 parameter.grad = None
-        self.last_step = self._report(step, done, tables, selection)
+        self.last_step = self._report(step, done, tables, gradient)
+
+    def _plain_rates(self) -> dict[str, float]:
+        """The learning rates of the parameters that the wrapped optimizer merely moves against their gradients.
+
+        Rows are then moved here, to the same result: torch's sparse tensors take several times as long. Not if somebody
+        watches the step, who may look at the gradients.
+        """
+        inner = self.inner
+        watched = "step" in vars(inner) or inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+        if type(inner) is not torch.optim.SGD or watched:
+            return {}
+        groups = [
+            group for group in inner.param_groups
+            if not (group["momentum"] or group["weight_decay"] or group["maximize"] or group["differentiable"])
+        ]  # fmt: skip
+        return {self._names[id(p)]: float(group["lr"]) for group in groups for p in group["params"]}
 
     def _step_context(self, step: int, tables: Mapping[str, Tensor]) -> Step:
         return Step(
@@ -370,47 +433,26 @@ class PrivateOptimizer(Optimizer):
             scale=self._scale,
             key=self.noise.key.child(step, SELECTION),
             prepared=self.prepared or {},
+            first=self.last_step is None,
         )
 
     def _report(
-        self, step: int, done: _Accumulated, tables: Mapping[str, Tensor], selection: Mapping[str, Tensor] | None
+        self, step: int, done: _Accumulated, tables: Mapping[str, Tensor], gradient: NoisyGradient
     ) -> StepReport:
+        space = gradient.space
+        selection = None if self.lazy is not None else gradient.selection  # lazily, all rows change
+        touched = [end - begin for begin, end in space.edges(done.touched)]
+        selected = list(space.sizes)
+        hits = touched
+        if selection is not None:
+            chosen = space.join(selection)
+            selected = [end - begin for begin, end in space.edges(chosen)]
+            found = done.touched[find(chosen, done.touched) >= 0]
+            hits = [end - begin for begin, end in space.edges(found)]
         reports = {}
-        for name, table in tables.items():
-            rows, dim = table.shape[0], table[0].numel() if table.shape[0] else 0
-            touched = done.touched.get(name, torch.empty(0, dtype=torch.long))
-            chosen = None if selection is None else selection.get(name)
-            if chosen is None:
-                reports[name] = TableStep(rows, dim, touched.numel(), rows, rows - touched.numel())
-            else:
-                hits = int(torch.isin(touched, chosen, assume_unique=True).sum())
-                reports[name] = TableStep(rows, dim, touched.numel(), chosen.numel(), chosen.numel() - hits)
+        for name, own, all_selected, hit in zip(space.names, touched, selected, hits):
+            rows, dim = tables[name].shape[0], tables[name][:1].numel()
+            reports[name] = TableStep(rows, dim, own, all_selected, all_selected - hit)
         units = max(done.units, 1)
         kept = done.kept / done.mass if done.mass > 0 else 1.0
         return StepReport(step, done.units, done.clipped / units, done.norms / units, kept, reports)
-
-    def _buffer(self, name: str, parameter: Tensor, rows: Tensor | None) -> Tensor:
-        """Where a parameter's noisy gradient goes: kept from step to step for dense ones."""
-        if rows is not None:
-            return torch.empty(rows.numel(), *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
-        known = self._buffers.get(name)
-        if known is None or known.shape != parameter.shape or known.device != parameter.device:
-            known = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
-            self._buffers[name] = known
-        return known
-
-
-def _add(gradient: Tensor, part: Tensor | RowSparse, rows: Tensor | None = None, alpha: float = 1.0) -> None:
-    """Adds alpha times a clipped sum to a gradient of all rows, or of the selected `rows`."""
-    if isinstance(part, Tensor):
-        gradient.add_(part.view_as(gradient) if rows is None else part[rows], alpha=alpha)
-        return
-    if part.rows is rows:
-        gradient.add_(part.values.view_as(gradient), alpha=alpha)
-        return
-    at = part.rows if rows is None else torch.searchsorted(rows, part.rows)
-    gradient.index_add_(0, at, part.values.view(-1, *gradient.shape[1:]), alpha=alpha)
-
-
-def _sparse(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
-    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)

@@ -10,13 +10,17 @@ from typing import Any, Literal
 
 import dp_accounting
 
-from sparsedp.accounting import calibrate, training_event
+from sparsedp.accounting import calibrate
 from sparsedp.accounting.epsilon import Accountant, epsilon_of
+from sparsedp.accounting.ledger import Ledger
 from sparsedp.clipping import Clipping
+from sparsedp.errors import UnsupportedError
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
+from sparsedp.sampling.stream import StreamPlan
 
 Unit = Literal["example"]
 LossReduction = Literal["mean", "sum"]
+_SHOWN = 3  # parameters that are named when two plans differ
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class PrivacyPlan:
     target_epsilon: float | None = None
     target_delta: float | None = None
     seeded: bool = False
+    stream: StreamPlan | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise_multiplier < float("inf"):
@@ -46,10 +51,25 @@ class PrivacyPlan:
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', not {self.loss_reduction!r}")
         if self.unit != "example":
             raise ValueError(f"unit must be 'example', not {self.unit!r}")
+        if self.stream is None and self.mechanism.frequencies != "all":
+            raise UnsupportedError(
+                f"frequencies={self.mechanism.frequencies!r} needs data in periods: give make_private a "
+                "stream=sparsedp.Stream(periods, composition=...), or use frequencies='all'."
+            )
 
     @property
     def sample_rate(self) -> float:
-        return self.batch_size / self.dataset_size
+        """The probability that a unit joins a batch; with a stream, the largest of its spans'."""
+        return max(self.sample_rates)
+
+    @property
+    def sample_rates(self) -> tuple[float, ...]:
+        """The sampling rate of each span of the stream; without one, the only rate."""
+        return tuple(self.batch_size / size for size in self._sizes)
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return (self.dataset_size,) if self.stream is None else self.stream.sizes
 
     @property
     def noise_std(self) -> float:
@@ -61,25 +81,57 @@ class PrivacyPlan:
         """What the noisy sum is divided by: a public constant, never the size of the drawn batch."""
         return float(self.batch_size) if self.loss_reduction == "mean" else 1.0
 
-    def step_event(self) -> dp_accounting.DpEvent:
-        return self.mechanism.step_event(self.noise_multiplier, self.sample_rate)
+    def step_event(self, span: int | None = None) -> dp_accounting.DpEvent:
+        """The event of one step, on the units of a span if there is a stream."""
+        return self.mechanism.step_event(self.noise_multiplier, self.sample_rates[span or 0])
 
-    def event(self, steps: int) -> dp_accounting.DpEvent:
-        """The privacy event of a run of `steps` steps."""
-        return self._event(self.noise_multiplier, steps)
+    def setup_scope(self, span: int | None) -> int | None:
+        """The span whose data the mechanism counts when training comes to `span`; None: all data."""
+        return {"all": None, "first": 0, "running": span}[self.mechanism.frequencies]
 
-    def _event(self, noise_multiplier: float, steps: int) -> dp_accounting.DpEvent:
-        return training_event(
-            noise_multiplier=noise_multiplier, sample_rate=self.sample_rate, steps=steps, mechanism=self.mechanism
-        )
+    def examples_counted(self, scope: int | None) -> int:
+        """How many examples one unit may have among those that are counted together.
+
+        Sequential composition says that a unit may have one in every span, so all data hold as many as there are spans.
+        """
+        together = scope is None and self.stream is not None and self.stream.composition == "sequential"
+        return len(self._sizes) if together else 1
+
+    def steps_on(self, span: int | None) -> int | None:
+        """The most steps that may run on a span (None: all data, without a stream); None: no limit."""
+        if self.steps is None or self.stream is None or span is None:
+            return self.steps
+        return self.stream.taken(self.steps)[span]
+
+    def ledger(self, steps: int) -> Ledger:
+        """What the ledger holds after `steps` steps."""
+        if self.stream is None:
+            spans: dict[int | None, int] = {None: steps}
+            ledger = Ledger()
+        else:
+            spans = dict(enumerate(self.stream.taken(steps)))
+            ledger = Ledger(composition=self.stream.composition)
+        setup = self.mechanism.setup_event()
+        for at, (span, taken) in enumerate(spans.items()):
+            scope = self.setup_scope(span)
+            if setup is not None and (at == 0 or taken > 0) and not ledger.setups(scope):
+                ledger.record(setup, setup=True, scope=scope)
+            ledger.record(self.step_event(span), taken, scope=span)
+        return ledger
 
     def epsilon(self, steps: int, delta: float) -> float:
-        return epsilon_of(self.event(steps), delta, self.accountant)
+        return epsilon_of(self.ledger(steps), delta, self.accountant)
 
     def calibrated(self, *, target_epsilon: float, target_delta: float, steps: int) -> PrivacyPlan:
         """This plan with the smallest noise whose epsilon after `steps` steps does not exceed the target."""
+        if isinstance(self.mechanism.step_event(1.0, 1.0), dp_accounting.NonPrivateDpEvent):
+            raise UnsupportedError(
+                f"The mechanism '{self.mechanism.name}' has no (epsilon, delta) guarantee: with any noise its epsilon is "
+                "infinite, so no target can be met. Give noise_multiplier=... instead of a target epsilon (make_private), or "
+                "choose a mechanism with a guarantee, such as AdaFEST."
+            )
         noise = calibrate(
-            lambda sigma: self._event(sigma, steps),
+            lambda sigma: replace(self, noise_multiplier=sigma).ledger(steps),
             target_epsilon,
             target_delta,
             self.accountant,
@@ -97,6 +149,10 @@ class PrivacyPlan:
         values["clipping"] = self.clipping.to_dict()
         values["mechanism"] = self.mechanism.to_dict()
         values["parameters"] = [[name, list(shape)] for name, shape in self.parameters]
+        if self.stream is None:
+            del values["stream"]
+        else:
+            values["stream"] = self.stream.to_dict()
         return values
 
     @staticmethod
@@ -105,6 +161,8 @@ class PrivacyPlan:
         values["clipping"] = Clipping(**values["clipping"])
         values["mechanism"] = mechanism_from_dict(values["mechanism"])
         values["parameters"] = tuple((name, tuple(shape)) for name, shape in values["parameters"])
+        if "stream" in values:
+            values["stream"] = StreamPlan.from_dict(values["stream"])
         return PrivacyPlan(**values)
 
     @property
@@ -116,10 +174,21 @@ class PrivacyPlan:
         mine = self.to_dict()
         keys = sorted(mine.keys() | other.keys())
         return [
-            f"{key}: {other.get(key)!r} there, {mine.get(key)!r} here"
+            _different_parameters(other.get(key) or [], mine[key])
+            if key == "parameters"
+            else f"{key}: {other.get(key)!r} there, {mine.get(key)!r} here"
             for key in keys
             if mine.get(key) != other.get(key)
         ]
+
+
+def _different_parameters(there: list, here: list) -> str:
+    """The first few parameters, as [name, shape], that two plans do not have in common."""
+    theirs, mine = dict(there), dict(here)
+    names = [name for name in dict.fromkeys((*mine, *theirs)) if mine.get(name) != theirs.get(name)]
+    shown = [f"'{n}' is {theirs.get(n, 'missing')} there, {mine.get(n, 'missing')} here" for n in names[:_SHOWN]]
+    more = [f"and {len(names) - _SHOWN} more"] if len(names) > _SHOWN else []
+    return f"parameters: {', '.join([*shown, *more]) or 'in another order'}"
 
 
 def default_delta(size: int) -> float:

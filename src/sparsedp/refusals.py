@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from sparsedp.errors import UnsupportedError
+from sparsedp.mechanisms import Mechanism
 
 _RECURRENT = {nn.LSTM: "LSTM", nn.GRU: "GRU"}
 
@@ -78,18 +79,37 @@ def private_parameters(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.
     return private
 
 
-def refuse_optimizer(optimizer: Optimizer, module: nn.Module, selects: bool) -> None:
+def refuse_optimizer(optimizer: Optimizer, module: nn.Module, mechanism: Mechanism) -> None:
     """Raises for optimizers that cannot take the gradients that a mechanism leaves."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS evaluates the loss several times in a step. Use SGD, Adam or another first-order one."
         )
-    if isinstance(optimizer, torch.optim.SparseAdam) and not selects:
+    if mechanism.lazy:
+        _refuse_for_lazy_noise(optimizer)
+        return
+    if isinstance(optimizer, torch.optim.SparseAdam) and not mechanism.selects:
         raise UnsupportedError(
             "SparseAdam takes row-sparse gradients only, and this mechanism puts noise on every row. Use Adam."
         )
-    if selects:
+    if mechanism.selects:
         _refuse_for_sparse_gradients(optimizer, find_tables(module), dict(module.named_parameters()))
+
+
+def _refuse_for_lazy_noise(optimizer: Optimizer) -> None:
+    if type(optimizer) is not torch.optim.SGD:
+        raise UnsupportedError(
+            f"LazyDP adds up the noise of many steps, which takes an update that is linear in it: torch.optim.SGD, with any "
+            f"learning-rate schedule, momentum and weight decay. {type(optimizer).__name__} is not. Use SGD, or AdaFEST or "
+            "FEST with Adagrad."
+        )
+    for group in optimizer.param_groups:
+        if group["dampening"]:
+            raise UnsupportedError(
+                "LazyDP has no rule for dampening, whose first step differs from the others. Set it to 0."
+            )
+        if group["differentiable"]:
+            raise UnsupportedError("LazyDP has no rule for SGD(differentiable=True). Leave it off.")
 
 
 def _refuse_for_sparse_gradients(

@@ -9,6 +9,12 @@ from typing import Any
 
 from sparsedp.plan import PrivacyPlan
 
+_SIZES_SHOWN = 24  # of a stream's spans
+_COMPOSED = {
+    "parallel": "parallel: the epsilon is that of the costliest span",
+    "sequential": "sequence: the epsilon is that of all spans together",
+}
+
 
 @dataclass(frozen=True)
 class PrivacyStatement:
@@ -26,6 +32,7 @@ class PrivacyStatement:
     max_grad_norm: float
     clipping: str
     sampling: str
+    composition: str | None  # of the periods of a stream
     accountant: str
     assumptions: tuple[str, ...]
     not_covered: tuple[str, ...]
@@ -62,6 +69,7 @@ class PrivacyStatement:
             f"{self.clipping} clipping at {self.max_grad_norm:.4g}",
             f"  promise:      {self.guarantee}",
             f"  sampling:     {self.sampling}",
+            *([] if self.composition is None else [f"  periods:      {self.composition}"]),
             f"  accounting:   {self.steps} steps by the {self.accountant} accountant",
         ]
         for title, items in (("assumes", self.assumptions), ("not covered", self.not_covered)):
@@ -70,13 +78,19 @@ class PrivacyStatement:
 
 
 def make_statement(
-    plan: PrivacyPlan, *, epsilon: float, delta: float, steps: int, seeded: bool, notes: tuple[str, ...] = ()
-) -> PrivacyStatement:
-    """The statement for a run of `steps` steps by `plan`. `notes` are further things that are not covered."""
+    plan: PrivacyPlan, *, epsilon: float, delta: float, steps: int, seeded: bool, notes: tuple[str, ...] = (),
+    checked: int = 0,
+) -> PrivacyStatement:  # fmt: skip
+    """The statement for a run of `steps` steps by `plan`. `notes` are further things that are not covered.
+
+    `checked` is the number of units that `sparsedp.check` looked at.
+    """
     rate = f"rate {plan.batch_size}/{plan.dataset_size} = {plan.sample_rate:.3g}"
+    unit: str = plan.unit
+    neighbouring, composition = f"adding or removing one {plan.unit}", None
     assumptions = [
         f"The size of the data set, {plan.dataset_size}, is public.",
-        "Each unit's loss depends on that unit alone. Nothing but sparsedp.check verifies that for the loss function.",
+        f"Each unit's loss depends on that unit alone. {_verified(checked)}",
     ]
     not_covered = [
         "Choices made by looking at private data: hyper-parameters, vocabularies, early stopping.",
@@ -84,6 +98,20 @@ def make_statement(
         "Attacks on floating-point noise; noise comes from a Mersenne Twister seeded with 19,968 bits.",
         *notes,
     ]
+    if plan.stream is not None:
+        spans = len(plan.stream.sizes)
+        rate = f"rates {min(plan.sample_rates):.3g} to {plan.sample_rate:.3g} within the {spans} spans of periods"
+        composition = f"{spans} spans of {plan.stream.span} period(s), composed in {_COMPOSED[plan.stream.composition]}"
+        sizes = ", ".join(map(str, plan.stream.sizes[:_SIZES_SHOWN])) + (", ..." if spans > _SIZES_SHOWN else "")
+        assumptions.insert(1, f"Which periods form the {spans} spans, and the spans' sizes ({sizes}), are public.")
+        if plan.stream.composition == "parallel":
+            assumptions.insert(0, "Each unit has data in one span only, as was declared.")
+            not_covered.append("Units with data in several spans: each span has this epsilon by itself.")
+        else:
+            unit = f"{plan.unit} in every span"
+            neighbouring = f"adding or removing a unit that has at most one {plan.unit} in each span"
+            assumptions.insert(0, f"A unit has at most one {plan.unit} in each span, as was declared.")
+        not_covered.append(f"Units with more than one {plan.unit} in a span.")
     if plan.poisson_sampling:
         sampling = f"Poisson, {rate}"
     else:
@@ -98,8 +126,8 @@ def make_statement(
         epsilon=epsilon,
         delta=delta,
         steps=steps,
-        unit=plan.unit,
-        neighbouring=f"adding or removing one {plan.unit}",
+        unit=unit,
+        neighbouring=neighbouring,
         mechanism=plan.mechanism.name,
         settings={key: value for key, value in plan.mechanism.to_dict().items() if key != "name"},
         guarantee=guarantee,
@@ -107,7 +135,14 @@ def make_statement(
         max_grad_norm=plan.clipping.max_norm,
         clipping=plan.clipping.style,
         sampling=sampling,
+        composition=composition,
         accountant=plan.accountant.upper(),
         assumptions=tuple(assumptions),
         not_covered=tuple(not_covered),
     )
+
+
+def _verified(checked: int) -> str:
+    if checked:
+        return f"sparsedp.check found it so, on {checked} of them."
+    return "Nothing but sparsedp.check verifies that for the loss function, and no check is on record."

@@ -7,6 +7,7 @@ from dp_accounting import DpEvent
 
 from sparsedp.accounting.epsilon import Accountant, epsilon_of
 from sparsedp.accounting.events import require_number
+from sparsedp.accounting.ledger import Ledger
 from sparsedp.errors import SparseDPError
 
 _MIN_SIGMA = 1e-4
@@ -14,7 +15,7 @@ _MAX_SIGMA = 1e8
 
 
 def calibrate(
-    make_event: Callable[[float], DpEvent],
+    make_event: Callable[[float], DpEvent | Ledger],
     target_epsilon: float,
     target_delta: float,
     accountant: Accountant = "pld",
@@ -23,11 +24,33 @@ def calibrate(
 ) -> float:
     """The smallest noise multiplier, to a relative `tolerance`, with which `make_event` is within budget.
 
-    More noise must not cost more. What is returned was checked: its `epsilon_of` is at most `target_epsilon`.
+    More noise must not cost more. What is returned was checked: its `epsilon_of` is at most `target_epsilon`. Of a ledger
+    that composes in parallel, the scope that is likely to cost most is calibrated, then any that turns out to cost more.
     """
     target = require_number("target_epsilon", target_epsilon, low=0.0, low_open=True)
     delta = require_number("target_delta", target_delta, low=0.0, high=1.0, low_open=True, high_open=True)
     tolerance = require_number("tolerance", tolerance, low=1e-6, high=1.0)
+
+    def cases(sigma: float) -> list[DpEvent]:
+        made = make_event(sigma)
+        return made.events() if isinstance(made, Ledger) else [made]
+
+    if len(cases(1.0)) == 1:
+        return _calibrate(lambda sigma: cases(sigma)[0], target, delta, accountant, tolerance)
+    costs = [epsilon_of(case, delta, accountant, relative_error=0.1) for case in cases(1.0)]
+    noise = 0.0
+    while max(costs) > target or noise == 0:
+        worst = costs.index(max(costs))
+        found = _calibrate(lambda sigma, worst=worst: cases(sigma)[worst], target, delta, accountant, tolerance)  # type: ignore[misc]
+        noise = max(found, noise * (1 + tolerance))
+        costs = [epsilon_of(case, delta, accountant) for case in cases(noise)]
+    return noise
+
+
+def _calibrate(
+    make_event: Callable[[float], DpEvent], target: float, delta: float, accountant: Accountant, tolerance: float
+) -> float:
+    """`calibrate`, for one event."""
 
     def cost(sigma: float) -> float:
         return epsilon_of(make_event(sigma), delta, accountant)

@@ -29,7 +29,10 @@ def epsilon_of(
     """
     delta = require_number("delta", delta, low=0.0, high=1.0, low_open=True, high_open=True)
     relative_error = require_number("relative_error", relative_error, low=0.0, low_open=True)
-    leaves = _leaves(event, accountant)
+    return max(_epsilon(leaves, delta, accountant, relative_error) for leaves in _leaves(event, accountant))
+
+
+def _epsilon(leaves: dict[DpEvent, int], delta: float, accountant: Accountant, relative_error: float) -> float:
     if not leaves:
         return 0.0
     if NonPrivateDpEvent() in leaves:
@@ -61,7 +64,10 @@ def delta_of(
     """
     epsilon = require_number("epsilon", epsilon, low=0.0)
     relative_error = require_number("relative_error", relative_error, low=0.0, low_open=True)
-    leaves = _leaves(event, accountant)
+    return max(_delta(leaves, epsilon, accountant, relative_error) for leaves in _leaves(event, accountant))
+
+
+def _delta(leaves: dict[DpEvent, int], epsilon: float, accountant: Accountant, relative_error: float) -> float:
     if not leaves:
         return 0.0
     if NonPrivateDpEvent() in leaves:
@@ -82,10 +88,12 @@ def delta_of(
         return estimate.value
 
 
-def _leaves(event: DpEvent | Ledger, accountant: str) -> dict[DpEvent, int]:
+def _leaves(event: DpEvent | Ledger, accountant: str) -> list[dict[DpEvent, int]]:
+    """The distinct cases of which the costliest counts: several for a ledger that composes in parallel."""
     if accountant not in get_args(Accountant):
         raise ConfigError(f'accountant must be "pld", "rdp" or "dp_accounting"; got {accountant!r}')
-    return canonical(event.event() if isinstance(event, Ledger) else event)
+    cases = [canonical(case) for case in (event.events() if isinstance(event, Ledger) else [event])]
+    return list({tuple(leaves.items()): leaves for leaves in cases}.values())
 
 
 def _is_tight(estimate: Estimate, leaves: dict[DpEvent, int], relative_error: float, negligible: float) -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from dp_accounting import ComposedDpEvent, DpEvent, SelfComposedDpEvent
 
 from sparsedp.accounting.events import event_from_dict, event_to_dict, require_count, validate_event
 from sparsedp.errors import CheckpointError, SparseDPError
 
-_VERSION = 1
+# Version 1 had neither a composition nor scopes: everything composed.
+_VERSION = 2
+# How entries of different scopes compose: see `Ledger`.
+Composition = Literal["sequential", "parallel"]
 
 
 @dataclass(frozen=True)
@@ -19,32 +22,40 @@ class Entry:
     """`count` releases of the same event in a row.
 
     `setup` marks a one-off cost, which is not a step; `abandoned` marks what ran, but was thrown away by going back to a
-    checkpoint: it is no step of the model that is left, but whoever went back has seen it.
+    checkpoint: it is no step of the model that is left, but whoever went back has seen it. `scope` is the span of periods
+    whose data were used; None stands for all data.
     """
 
     event: DpEvent
     count: int
     setup: bool = False
     abandoned: bool = False
+    scope: int | None = None
 
 
 @dataclass
 class Ledger:
-    """Events in the order they happened. Ledgers are equal if the same events happened in the same order."""
+    """Events in the order they happened. Ledgers are equal if the same events happened in the same order.
+
+    With `composition` "sequential" a unit may have data in every scope, and everything composes. With "parallel" a unit
+    has data in one scope only: neighbours differ in that one, all other scopes' events have the same law on both, and
+    what composes is that scope's entries and those without a scope.
+    """
 
     entries: list[Entry] = field(default_factory=list)
+    composition: Composition = "sequential"
 
-    def record(self, event: DpEvent, count: int = 1, *, setup: bool = False) -> None:
+    def record(self, event: DpEvent, count: int = 1, *, setup: bool = False, scope: int | None = None) -> None:
         """Add `count` releases of `event`; an event equal to the last one only raises its count."""
         count = require_count("count", count, low=0)
         if count == 0:
             return
         last = self.entries[-1] if self.entries else None
-        if last is not None and last.setup == setup and not last.abandoned and last.event == event:
-            self.entries[-1] = Entry(last.event, last.count + count, setup)
+        if last is not None and last == Entry(event, last.count, setup, scope=scope):
+            self.entries[-1] = Entry(last.event, last.count + count, setup, scope=scope)
             return
         validate_event(event)
-        self.entries.append(Entry(event, count, setup))
+        self.entries.append(Entry(event, count, setup, scope=scope))
 
     @property
     def steps(self) -> int:
@@ -56,23 +67,34 @@ class Ledger:
         """Steps that ran, but are not part of the model at hand."""
         return sum(entry.count for entry in self.entries if entry.abandoned and not entry.setup)
 
+    def taken(self, scope: int | None) -> int:
+        """Steps on the data of a scope, abandoned ones included."""
+        return sum(entry.count for entry in self.entries if entry.scope == scope and not entry.setup)
+
+    def setups(self, scope: int | None) -> int:
+        """One-off releases on the data of a scope, abandoned ones included."""
+        return sum(entry.count for entry in self.entries if entry.scope == scope and entry.setup)
+
     def go_back(self, saved: Ledger, *, same_run: bool) -> None:
         """Takes over a saved ledger, and keeps on record what ran besides it.
 
         With `same_run` the saved ledger is an earlier state of this one; otherwise everything here ran besides it.
         """
-        left = Counter({(entry.event, entry.setup): 0 for entry in self.entries})
+        left: Counter[tuple[DpEvent, bool, int | None]] = Counter()
         for entry in self.entries:
-            left[entry.event, entry.setup] += entry.count
+            left[entry.event, entry.setup, entry.scope] += entry.count
         if same_run:
             for entry in saved.entries:
-                left[entry.event, entry.setup] -= entry.count
-        besides = [Entry(event, count, setup, abandoned=True) for (event, setup), count in left.items() if count > 0]
+                left[entry.event, entry.setup, entry.scope] -= entry.count
+        besides = [Entry(event, n, setup, True, scope) for (event, setup, scope), n in left.items() if n > 0]
         self.entries = [*saved.entries, *besides]
 
-    def event(self) -> ComposedDpEvent:
-        """Everything on record as one event, for an accountant."""
-        return ComposedDpEvent([SelfComposedDpEvent(entry.event, entry.count) for entry in self.entries])
+    def events(self) -> list[DpEvent]:
+        """What a unit can have been part of, for an accountant: the costliest of these events is the ledger's cost."""
+        scopes = sorted({entry.scope for entry in self.entries if entry.scope is not None})
+        if self.composition == "sequential" or not scopes:
+            return [_composed(self.entries)]
+        return [_composed([entry for entry in self.entries if entry.scope in (None, scope)]) for scope in scopes]
 
     def state_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -82,22 +104,33 @@ class Ledger:
                 "count": entry.count,
                 "setup": entry.setup,
                 "abandoned": entry.abandoned,
+                "scope": entry.scope,
             }
             for entry in self.entries
         ]
-        return {"version": _VERSION, "entries": entries}
+        return {"version": _VERSION, "composition": self.composition, "entries": entries}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the record by a saved one; if any of it is malformed or unknown, nothing changes."""
-        if not isinstance(state, dict) or state.get("version") != _VERSION or set(state) != {"version", "entries"}:
+        version = state.get("version") if isinstance(state, dict) else None
+        keys = {1: {"version", "entries"}, _VERSION: {"version", "entries", "composition"}}
+        if version not in keys or set(state) != keys[version]:
             raise CheckpointError(f"not a ledger of version {_VERSION}: {state!r:.200}")
         if not isinstance(state["entries"], list):
             raise CheckpointError("the ledger's entries must be a list")
-        self.entries = [_load_entry(index, entry) for index, entry in enumerate(state["entries"])]
+        composition = state.get("composition", "sequential")
+        if composition not in get_args(Composition):
+            raise CheckpointError(f"the ledger's composition must be sequential or parallel; got {composition!r}")
+        self.entries = [_load_entry(index, entry, version) for index, entry in enumerate(state["entries"])]
+        self.composition = composition
 
 
-def _load_entry(index: int, data: Any) -> Entry:
-    fields = {"event", "count", "setup", "abandoned"}
+def _composed(entries: list[Entry]) -> DpEvent:
+    return ComposedDpEvent([SelfComposedDpEvent(entry.event, entry.count) for entry in entries])
+
+
+def _load_entry(index: int, data: Any, version: int) -> Entry:
+    fields = {"event", "count", "setup", "abandoned"} | ({"scope"} if version > 1 else set())
     if not isinstance(data, dict) or set(data) != fields:
         raise CheckpointError(f"ledger entry {index} must have the fields {sorted(fields)}; got {data!r:.200}")
     for flag in ("setup", "abandoned"):
@@ -105,6 +138,8 @@ def _load_entry(index: int, data: Any) -> Entry:
             raise CheckpointError(f"ledger entry {index}: {flag} must be true or false; got {data[flag]!r}")
     try:
         count = require_count("count", data["count"], low=1)
-        return Entry(event_from_dict(data["event"]), count, data["setup"], data["abandoned"])
+        scope = data.get("scope")
+        scope = None if scope is None else require_count("scope", scope, low=0)
+        return Entry(event_from_dict(data["event"]), count, data["setup"], data["abandoned"], scope)
     except SparseDPError as error:
         raise CheckpointError(f"ledger entry {index}: {error}") from error

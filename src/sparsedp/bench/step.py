@@ -20,9 +20,9 @@ from sparsedp.models import PCTR
 from sparsedp.sampling import BatchInfo
 
 
-@dataclass(frozen=True)
+@dataclass
 class Workload:
-    """A model, made anew for each variant, and a batch for it."""
+    """A model, made anew for each variant, and a batch for it. Between steps it may be changed for another batch."""
 
     name: str
     make: Callable[[bool], nn.Module]  # sparse gradients for the tables or not
@@ -41,9 +41,10 @@ def mlp(batch: int, width: int = 1024, features: int = 512) -> Workload:
 
 
 def pctr(batch: int, scale: float) -> Workload:
-    """The pCTR model with Criteo's vocabulary sizes times `scale`."""
+    """The pCTR model with Criteo's vocabulary sizes times `scale`; ids are as popular as rank^-1.1."""
     sizes = [max(3, int(size * scale)) for size in CRITEO_VOCABULARY]
-    ids = torch.stack([torch.randint(size, (batch,)) for size in sizes], dim=1)
+    popularity = [torch.arange(1, size + 1) ** -1.1 for size in sizes]
+    ids = torch.stack([torch.multinomial(p, batch, replacement=True) for p in popularity], dim=1)
     return Workload(
         "pctr",
         lambda sparse: PCTR(sizes, sparse=sparse),
@@ -51,16 +52,22 @@ def pctr(batch: int, scale: float) -> Workload:
     )
 
 
-def plain_step(workload: Workload) -> Callable[[], None]:
+def plain_step(workload: Workload, watch: Stopwatch | None = None) -> Callable[[], None]:
     """What a user has without privacy: sparse gradients for the tables, SGD, autograd."""
     module = workload.make(True)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    *inputs, target = workload.batch
+    stage = Stopwatch() if watch is None else watch
 
     def run() -> None:
+        *inputs, target = workload.batch
         optimizer.zero_grad()
-        binary_cross_entropy_with_logits(module(*inputs), target).backward()
-        optimizer.step()
+        with stage("forward"):
+            loss = binary_cross_entropy_with_logits(module(*inputs), target)
+        with stage("backward"):
+            loss.backward()
+        with stage("update"):
+            optimizer.step()
+        stage.lap()
 
     return run
 
@@ -69,9 +76,23 @@ def private_step(
     workload: Workload, watch: Stopwatch, mechanism: Mechanism | None = None, sparse: bool = False
 ) -> Callable[[], None]:
     """The same step made private, on a batch of fixed size, so that both do the same work."""
+    return private_run(workload, watch, mechanism, sparse).step
+
+
+@dataclass(frozen=True)
+class PrivateRun:
+    """A private step that can be taken again and again, and what it was made of."""
+
+    step: Callable[[], None]
+    empty_step: Callable[[], None]  # one whose batch has nobody in it
+    engine: PrivacyEngine
+
+
+def private_run(
+    workload: Workload, watch: Stopwatch, mechanism: Mechanism | None = None, sparse: bool = False
+) -> PrivateRun:
     module = workload.make(sparse)
-    *inputs, target = workload.batch
-    units = len(target)
+    units = len(workload.batch[-1])
     loader: Any = DataLoader(TensorDataset(torch.zeros(100 * units, 1)), batch_size=units)
     engine = PrivacyEngine()
     module, optimizer, loader = engine.make_private(
@@ -85,7 +106,8 @@ def private_step(
     optimizer.stage = watch
     steps = iter(range(1 << 60))
 
-    def run() -> None:
+    def step() -> None:
+        *inputs, target = workload.batch
         loader.current = BatchInfo(units, units, True, True, next(steps))
         optimizer.zero_grad()
         with watch("forward"):
@@ -95,7 +117,13 @@ def private_step(
         optimizer.step()
         watch.lap()
 
-    return run
+    def empty_step() -> None:
+        loader.current = BatchInfo(0, 0, True, True, next(steps))
+        optimizer.zero_grad()
+        optimizer.step()
+        watch.forget()
+
+    return PrivateRun(step, empty_step, engine)
 
 
 def bench_step(models: list[str], *, batch: int, repeats: int, scale: float) -> dict[str, Any]:
@@ -106,7 +134,7 @@ def bench_step(models: list[str], *, batch: int, repeats: int, scale: float) -> 
         workload = makers[name]()
         mechanisms: dict[str, Mechanism] = {"dpsgd": DPSGD()}
         if name != "mlp":  # without tables all mechanisms are the same
-            mechanisms |= {"adafest": AdaFEST(threshold=5.0, noise_ratio=5.0), "eana": EANA()}
+            mechanisms |= {"adafest": AdaFEST(threshold=10.0, noise_ratio=5.0), "eana": EANA()}
         watches = {mechanism: Stopwatch() for mechanism in mechanisms}
         variants = {"plain": plain_step(workload)}
         variants |= {key: private_step(workload, watches[key], value) for key, value in mechanisms.items()}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,15 +34,29 @@ class Timing:
         return asdict(self)
 
 
-def interleaved(variants: Mapping[str, Callable[[], None]], repeats: int, warmup: int = 2) -> dict[str, Timing]:
-    """Runs the variants in turns, so that a slow moment of the machine meets all of them."""
+def interleaved(
+    variants: Mapping[str, Callable[[], None]],
+    repeats: int | Mapping[str, int],
+    warmup: int = 2,
+    before: Callable[[], None] | None = None,
+) -> dict[str, Timing]:
+    """Runs the variants in turns, so that a slow moment of the machine meets all of them.
+
+    Variants with fewer repeats than others sit turns out, evenly. `before` runs ahead of every run and is not timed.
+    """
+    counts = dict.fromkeys(variants, repeats) if isinstance(repeats, int) else repeats
+    turns = max(counts[name] for name in variants)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for repeat in range(warmup + repeats):
+    for turn in range(-warmup, turns):
         for name, run in variants.items():
+            if turn >= 0 and (turn + 1) * counts[name] // turns == turn * counts[name] // turns:
+                continue
+            if before is not None:
+                before()
             start = time.perf_counter()
             run()
             elapsed = time.perf_counter() - start
-            if repeat >= warmup:
+            if turn >= 0:
                 seconds[name].append(elapsed)
     return {name: Timing.of(values) for name, values in seconds.items()}
 
@@ -51,19 +67,23 @@ def ratio(one: Timing, other: Timing) -> dict[str, float]:
 
 
 class Stopwatch:
-    """Adds up the time of named stages; the best repeat of each stage counts."""
+    """Adds up the time of named stages, less that of stages within them; the best repeat of each stage counts."""
 
     def __init__(self) -> None:
         self._current: dict[str, float] = {}
         self._best: dict[str, float] = {}
+        self._within = 0.0  # the time of finished stages within the one that runs
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
+        outer, self._within = self._within, 0.0
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._current[stage] = self._current.get(stage, 0.0) + time.perf_counter() - start
+            elapsed = time.perf_counter() - start
+            self._current[stage] = self._current.get(stage, 0.0) + elapsed - self._within
+            self._within = outer + elapsed
 
     def lap(self) -> None:
         """Ends a repeat."""
@@ -71,9 +91,22 @@ class Stopwatch:
             self._best[stage] = min(self._best.get(stage, seconds), seconds)
         self._current.clear()
 
+    def forget(self) -> None:
+        """Ends a repeat that does not count."""
+        self._current.clear()
+
     @property
     def stages(self) -> dict[str, float]:
         return dict(self._best)
+
+
+def peak_memory() -> int:
+    """Most memory that this process has had, in bytes."""
+    status = Path("/proc/self/status")
+    if status.is_file():  # getrusage would count what the parent process had when it started this one
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def machine() -> dict[str, Any]:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from sparsedp.bench.step import Workload, plain_step, private_step
-from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
+from sparsedp.bench.timing import Stopwatch, interleaved, machine, peak_memory, ratio
 from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, Mechanism
 
 DIM, BATCH = 64, 1024
@@ -78,25 +76,16 @@ def extra_memory(rows: int, variant: str) -> dict[str, float]:
     return {"bytes": extra, "share_of_table": extra / (rows * DIM * 4)}
 
 
-def _peak() -> int:
-    """Most memory that this process has had, in bytes."""
-    status = Path("/proc/self/status")
-    if status.is_file():  # getrusage would count what the parent process had when it started this one
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def _measure(rows: int, variant: str) -> int:
     """Runs some steps; what the process took at most, less what it took with the table filled."""
     small = workload(2000)  # loads and compiles whatever a step needs
     _variant(small, 2000, variant)()
     work = workload(rows)
-    before = _peak()
+    before = peak_memory()
     run = _variant(work, rows, variant)
     for _ in range(5):
         run()
-    return _peak() - before
+    return peak_memory() - before
 
 
 def _variant(work: Workload, rows: int, variant: str) -> Callable[[], None]:

@@ -9,6 +9,7 @@ leaves an ordinary gradient at the parameter, which raises.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,9 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from sparsedp.capture.expressions import Expression, Placed
+from sparsedp.capture.rows import RowSpace, TouchedRows
 from sparsedp.capture.tracking import POINTWISE, Info, Mixed, UnitAxis, UnitData, follow, plain_name, written_axis
 from sparsedp.capture.uses import ParameterUses, Use
 from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
@@ -50,6 +51,29 @@ class Record:
     finish: Callable[[Tensor], Placed]
     batch: HasUnits
     grad: Tensor | None = None
+
+
+class _TensorInfo:
+    """What is known of a tensor, until it dies. By identity: tensors compare element by element."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref, Any]] = {}
+
+    def get(self, tensor: Tensor) -> Any:
+        entry = self._known.get(id(tensor))
+        return None if entry is None else entry[1]
+
+    def __getitem__(self, tensor: Tensor) -> Any:
+        return self._known[id(tensor)][1]
+
+    def __setitem__(self, tensor: Tensor, info: Any) -> None:
+        known, key = self._known, id(tensor)
+
+        def forget(dead: weakref.ref) -> None:
+            if key in known and known[key][0] is dead:
+                del known[key]
+
+        known[key] = (weakref.ref(tensor, forget), info)
 
 
 class Kept:
@@ -87,6 +111,13 @@ class Captured:
 
     units: int
     uses: dict[str, ParameterUses]
+    _touched: TouchedRows | None = None
+
+    def touched(self, space: RowSpace) -> TouchedRows:
+        """The lookups grouped by row, which is done once."""
+        if self._touched is None or self._touched.space != space:
+            self._touched = TouchedRows(self.uses, space, self.units)
+        return self._touched
 
 
 class Capture:
@@ -105,7 +136,7 @@ class Capture:
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         self._current_batch = current_batch
         self._tape: list[Record] = []
-        self._info: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._info = _TensorInfo()
         self._mode = _Mode(self)
         self._stack: list[str] = []
         self._anchor = torch.zeros((), requires_grad=True)
@@ -117,6 +148,8 @@ class Capture:
         self._storages: dict[int, str] = {}
         self._glanced: Placed | None = None
         self._batch: HasUnits = _Unnumbered(0)
+        # Called with each operation of a forward pass: settles the rows of lazy tables that it reads.
+        self.before_read: Callable[[Callable, tuple, dict], None] | None = None
 
     @property
     def units(self) -> int:
@@ -171,7 +204,9 @@ class Capture:
             return
         self._leave()
         if not self._stack:
-            changed = [name for name, version in self._versions().items() if self._kept.get(name) != version]
+            with torch._C.DisableTorchFunctionSubclass():
+                versions = self._versions()
+            changed = [name for name, version in versions.items() if self._kept.get(name) != version]
             if changed:
                 raise self._refuse_write(changed[0])
 
@@ -181,8 +216,18 @@ class Capture:
             self._mode.__exit__(None, None, None)
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self._module.named_parameters()
-        yield from self._module.named_buffers()
+        """The module's parameters and buffers, twice a forward pass: torch's own generators take ten times as long."""
+        left, seen = [("", self._module)], set()
+        while left:
+            prefix, module = left.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            for own in (module._parameters, module._buffers):
+                for name, tensor in own.items():
+                    if tensor is not None:
+                        yield prefix + name, tensor
+            left += [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
 
     def _versions(self) -> dict[str, tuple[int, int]]:
         return {name: (id(tensor), tensor._version) for name, tensor in self._tensors()}
@@ -197,8 +242,9 @@ class Capture:
         """Marks the inputs of a forward pass as data of its units."""
         if torch.is_grad_enabled():
             _refuse_surroundings()
-        self._kept = self._versions()
-        self._storages = {tensor.untyped_storage().data_ptr(): name for name, tensor in self._tensors()}
+        with torch._C.DisableTorchFunctionSubclass():
+            self._kept = self._versions()
+            self._storages = {tensor.untyped_storage().data_ptr(): name for name, tensor in self._tensors()}
         inputs = list(_all_tensors((args, kwargs), objects=True))
         self._batch = self._find_batch(inputs)
         for tensor in inputs:
@@ -451,7 +497,7 @@ class Capture:
     def _follow(self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor) -> Info:
         known: list[tuple[Tensor, Info]] = [(tensor, self._info[tensor]) for tensor in data]
         try:
-            return follow(name, args, kwargs, known, out, self.units, self._where())
+            return follow(name, args, kwargs, known, out, self.units, self._where)
         except UnitsMixedError:
             if torch.is_grad_enabled():
                 raise
@@ -532,7 +578,12 @@ class _Mode(TorchFunctionMode):
         self.capture = capture
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return self.capture.run(func, args, kwargs or {})
+        capture, kwargs = self.capture, kwargs or {}
+        if capture.before_read is None:
+            return capture.run(func, args, kwargs)
+        capture.before_read(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():  # the tables' own guards: they were asked already
+            return capture.run(func, args, kwargs)
 
 
 def _inactive(*_: Any) -> None:

@@ -113,7 +113,13 @@ def plain_name(name: str) -> str:
 
 
 def follow(
-    name: str, args: tuple, kwargs: dict, operands: list[tuple[Tensor, Info]], out: Tensor, units: int, where: str
+    name: str,
+    args: tuple,
+    kwargs: dict,
+    operands: list[tuple[Tensor, Info]],
+    out: Tensor,
+    units: int,
+    where: Callable[[], str],
 ) -> Info:
     """What is known of `out`, the result of an operation on `operands`; raises if it mixes units for certain."""
     call = Call(plain_name(name), args, kwargs, out, units, len(operands))
@@ -124,7 +130,7 @@ def follow(
     rule = _RULES.get(call.name)
     if rule is None and len(operands) > 1 and out.requires_grad and units > 1:
         raise UnitsMixedError(
-            f"Operation '{name}'{where} joins several activations in a way that is not followed, so it may mix units. "
+            f"Operation '{name}'{where()} joins several activations in a way that is not followed, so it may mix units. "
             "Write it with matmul, einsum or elementwise operations."
         )
     if not placed or rule is None:
@@ -132,7 +138,7 @@ def follow(
     joint = call.name in _JOINT
     if len(placed) < len(operands) and joint and units > 1:
         raise UnitsMixedError(
-            f"Operation '{name}'{where} combines units with a tensor in which their position is not known, so it may give "
+            f"Operation '{name}'{where()} combines units with a tensor in which their position is not known, so it may give "
             "one unit a part of another. Keep the batch on an axis of its own, and do not permute or select along it."
         )
     if not joint and (len(operands) > 1 or operands[0][0] is not _first(args, kwargs)):
@@ -144,14 +150,14 @@ def follow(
     if combined is not None:
         if out.requires_grad and combined.operation not in _LINEAR_REDUCTIONS and units > 1:
             raise UnitsMixedError(
-                f"Operation '{name}'{where} combines the units of the batch, so one unit's loss depends on the others and "
+                f"Operation '{name}'{where()} combines the units of the batch, so one unit's loss depends on the others and "
                 "clipping bounds nothing. Use per-unit statistics (LayerNorm instead of BatchNorm), and batch_first=True "
                 "where the batch comes first."
             )
         return combined
     if len(axes) > 1 and units > 1:
         raise UnitsMixedError(
-            f"Operation '{name}'{where} compares every unit of the batch with every other one (in-batch negatives?), so "
+            f"Operation '{name}'{where()} compares every unit of the batch with every other one (in-batch negatives?), so "
             "one unit's loss depends on the others and clipping bounds nothing. Draw negatives from a public distribution "
             "instead."
         )
@@ -165,10 +171,10 @@ _LINEAR_ON_MIXED = {"add", "radd", "sub", "rsub", "neg", "sum", "mean", "stack",
 _DIVISION = {"div", "truediv", "divide", "true_divide"}
 
 
-def _follow_mixed(call: Call, operands: list[tuple[Tensor, Info]], mixed: Mixed, where: str) -> Info:
+def _follow_mixed(call: Call, operands: list[tuple[Tensor, Info]], mixed: Mixed, where: Callable[[], str]) -> Info:
     if call.units > 1 and any(isinstance(info, UnitData) for _, info in operands):
         raise UnitsMixedError(
-            f"Operation '{call.name}'{where} combines each unit with '{mixed.operation}' over the whole batch, so one unit's "
+            f"Operation '{call.name}'{where()} combines each unit with '{mixed.operation}' over the whole batch, so one unit's "
             "loss depends on the others and clipping bounds nothing. Use per-unit statistics (LayerNorm instead of "
             "BatchNorm), or reduce over the batch only in the loss."
         )
@@ -179,7 +185,7 @@ def _follow_mixed(call: Call, operands: list[tuple[Tensor, Info]], mixed: Mixed,
     linear = call.name in _LINEAR_ON_MIXED or scaled
     if call.out.requires_grad and not linear and call.units > 1:
         raise UnitsMixedError(
-            f"Operation '{call.name}'{where} acts on a sum or mean over the whole batch. The loss must be a mean or sum over "
+            f"Operation '{call.name}'{where()} acts on a sum or mean over the whole batch. The loss must be a mean or sum over "
             "units of something that each unit decides alone, divided by constants only."
         )
     return mixed

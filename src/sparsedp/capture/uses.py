@@ -21,6 +21,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from sparsedp.capture.kernels import squared_rows
+
 # Elements that a temporary of the norm computation may have; larger ones are computed for some units at a time.
 _TEMPORARY = 1 << 24
 
@@ -112,7 +114,7 @@ class ParameterUses:
         """
         pieces: list[Use] = [*self.linears, *self.builts]
         if self.lookups:
-            pieces.append(_merge_lookups(self.lookups))
+            pieces.append(merge_lookups(self.lookups))
         total = _own_square(pieces[0], units, RowNorms() if known is None else known)
         if len(pieces) == 1 and not _can_cancel(pieces[0]):
             return total
@@ -133,27 +135,29 @@ class ParameterUses:
         if not self.linears and not self.builts:
             assert sparse is not None
             return sparse
-        numel = shape.numel()
-        dense: Tensor | None = None
-        for linear in self.linears:
-            product = _weighted_product(linear, factors)
-            if product.numel() == numel and dense is None:
-                dense = product.view(shape)
-            else:
-                dense = factors.new_zeros(shape, dtype=product.dtype) if dense is None else dense
-                dense.view(-1)[linear.offset : linear.offset + product.numel()] += product.view(-1)
-        for built in self.builts:
-            vector = factors.to(built.values.dtype) @ built.values
-            if vector.numel() == numel and dense is None:
-                dense = vector.view(shape)
-            else:
-                dense = factors.new_zeros(shape, dtype=vector.dtype) if dense is None else dense
-                start, stop = built.span
-                dense.view(-1)[start:stop] += vector
-        assert dense is not None
+        first = self.linears[0].grad if self.linears else self.builts[0].values
+        dense = first.new_zeros(shape)
+        self._add_dense(dense, factors)
         if sparse is not None:
             dense.index_add_(0, sparse.rows, sparse.values.view(-1, *shape[1:]))
         return dense
+
+    def add_weighted_sum(self, out: Tensor, factors: Tensor) -> None:
+        """Adds the sum over units of factor times gradient to `out`, of the parameter's shape and contiguous."""
+        self._add_dense(out, factors)
+        if self.lookups:
+            sparse = self._weighted_rows(factors, None)
+            out.index_add_(0, sparse.rows, sparse.values.view(-1, *out.shape[1:]))
+
+    def _add_dense(self, out: Tensor, factors: Tensor) -> None:
+        flat = out.view(-1)
+        for linear in self.linears:
+            height, width = linear.grad.shape[2], linear.inputs.shape[2]
+            block = flat[linear.offset : linear.offset + height * width].view(height, width)
+            _add_weighted_product(block, linear, factors)
+        for built in self.builts:
+            start, stop = built.span
+            flat[start:stop].addmv_(built.values.mT, factors.to(built.values.dtype))
 
     def _weighted_rows(self, factors: Tensor, rows: Tensor | None) -> RowSparse:
         if rows is not None and all(lookup.slots is not None for lookup in self.lookups):
@@ -238,7 +242,7 @@ def _cat(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _merge_lookups(lookups: list[Lookup]) -> Lookup:
+def merge_lookups(lookups: list[Lookup]) -> Lookup:
     if len(lookups) == 1:
         return lookups[0]
     return Lookup(
@@ -282,18 +286,8 @@ def _slack(pieces: list[Use]) -> float:
 
 
 def _norm(x: Tensor) -> Tensor:
-    """Norm of each row, in float64. Rows whose squares leave float32's range are computed again with more of it."""
-    norms = torch.linalg.vector_norm(x, dim=-1).double()
-    if x.dtype != torch.float64:
-        odd = (~((norms > 1e-16) & (norms < 1e16))).nonzero(as_tuple=True)
-        if odd[0].numel():
-            norms[odd] = torch.linalg.vector_norm(x[odd].double(), dim=-1)
-    return norms
-
-
-def _squared(x: Tensor) -> Tensor:
-    """Squared norm of each row, in float64."""
-    return _norm(x).square()
+    """Norm of each row, in float64."""
+    return squared_rows(x).sqrt()
 
 
 class RowNorms:
@@ -305,7 +299,7 @@ class RowNorms:
     def squared(self, x: Tensor) -> Tensor:
         key = (x.data_ptr(), x.shape, x.stride())
         if key not in self._known:
-            self._known[key] = _squared(x)
+            self._known[key] = squared_rows(x)
         return self._known[key]
 
 
@@ -338,20 +332,20 @@ def _coalesce(lookup: Lookup) -> tuple[Tensor, Tensor, Tensor]:
 def _lookup_norms(lookup: Lookup, units: int) -> Tensor:
     """Squared norms of lookups: equal ids of a unit are added up first."""
     if lookup.one_each:
-        return _squared(lookup.grad).masked_fill(lookup.ids < 0, 0)
+        return squared_rows(lookup.grad).masked_fill(lookup.ids < 0, 0)
     inverse, key_units, key_rows = _coalesce(lookup)
     if lookup.source is not None and lookup.grad.shape[0] == units:
         # One bag per unit: every row gets a multiple of the same gradient, so only the multiples are added up.
         weight = lookup.weight if lookup.weight is not None else lookup.grad.new_ones(lookup.ids.shape)
         multiples = weight.new_zeros(key_rows.numel()).index_add_(0, inverse, weight)
         squares = multiples.double().square().masked_fill(key_rows < 0, 0)
-        return _per_unit(squares, key_units, units) * _squared(lookup.grad)
+        return _per_unit(squares, key_units, units) * squared_rows(lookup.grad)
     if key_rows.numel() == lookup.ids.numel():  # nothing repeats
-        squares = _squared(lookup.positions()).masked_fill(lookup.ids < 0, 0)
+        squares = squared_rows(lookup.positions()).masked_fill(lookup.ids < 0, 0)
         return _per_unit(squares, lookup.units, units)
     positions = lookup.positions().double()
     rows = positions.new_zeros(key_rows.numel(), positions.shape[1]).index_add_(0, inverse, positions)
-    return _per_unit(_squared(rows).masked_fill(key_rows < 0, 0), key_units, units)
+    return _per_unit(squared_rows(rows).masked_fill(key_rows < 0, 0), key_units, units)
 
 
 def _own_square(piece: Use, units: int, known: RowNorms) -> Tensor:
@@ -459,12 +453,12 @@ def _lookup_inner(lookup: Lookup, other: Linear | Built, units: int) -> Tensor:
     return _per_unit((facing * positions).sum(1), lookup.units, units)
 
 
-def _weighted_product(linear: Linear, factors: Tensor) -> Tensor:
-    """sum over b, p of factors[b] * grad[b,p] outer inputs[b,p], (O, I). The smaller side takes the factors."""
+def _add_weighted_product(out: Tensor, linear: Linear, factors: Tensor) -> None:
+    """Adds sum over b, p of factors[b] * grad[b,p] outer inputs[b,p], (O, I). The smaller side takes the factors."""
     a, g = linear.inputs, linear.grad
     scale = factors.to(g.dtype)[:, None, None]
     if g.shape[2] <= a.shape[2]:
         g = g * scale
     else:
         a = a * scale
-    return g.reshape(-1, g.shape[2]).mT @ a.reshape(-1, a.shape[2])
+    out.addmm_(g.reshape(-1, g.shape[2]).mT, a.reshape(-1, a.shape[2]))

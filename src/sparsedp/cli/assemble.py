@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -42,7 +43,8 @@ from sparsedp.errors import ConfigError
 from sparsedp.models import PCTR
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import default_delta
-from sparsedp.sampling import PrivateLoader
+from sparsedp.refusals import find_tables
+from sparsedp.sampling import PrivateLoader, Stream
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -105,6 +107,7 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
         "loss_reduction": privacy.loss_reduction,
         "poisson_sampling": privacy.poisson_sampling,
         "max_physical_batch": training.max_physical_batch,
+        "stream": make_stream(config, data),
     }
     if privacy.target_epsilon is not None:
         model, optimizer, private = engine.make_private_with_epsilon(
@@ -176,6 +179,29 @@ def _vocabulary(source: ClickLogData) -> HashVocabulary | CountVocabulary | Give
     return GivenVocabulary(chosen.path)
 
 
+def make_stream(config: Config, data: Data) -> Stream | None:
+    """The periods of the training data, if the configuration asks for a stream. What is held out must be later."""
+    if config.stream is None:
+        return None
+    periods = getattr(data.training, "periods", None)
+    if periods is None:
+        raise ConfigError(
+            "stream: the data have no periods. A generated log has them with data.days above 1, a click log if it is several "
+            "files or has a column period, day or block; a data set of your own needs an attribute `periods`, a whole "
+            "number for each example"
+        )
+    assert config.stream.composition is not None
+    stream = Stream(periods, config.stream.composition, config.stream.span)
+    held_out = getattr(data.held_out, "periods", None)
+    last = int(stream.periods.max())
+    if held_out is not None and (first := int(np.min(held_out))) <= last:
+        raise ConfigError(
+            f"data.held_out: period {first} is held out, and the stream trains on periods up to {last}. A stream "
+            f"is evaluated on later periods: hold out the last ones whole, as in data.held_out=[{last}]"
+        )
+    return stream
+
+
 # ------------------------------------------------------------------ model, loss, optimizer
 
 
@@ -193,6 +219,19 @@ def seed_torch(config: Config) -> None:
 
 
 def make_model(config: Config, training: Any) -> nn.Module:
+    model = _new_model(config, training)
+    parameters, tables = dict(model.named_parameters()), find_tables(model)
+    needs = {"model.freeze_tables": config.model.freeze_tables, "optimizer.table_lr": config.optimizer.table_lr}
+    for key, value in needs.items():
+        if value and not tables:
+            raise ConfigError(f"{key}: the model has no table (nn.Embedding or nn.EmbeddingBag)")
+    if config.model.freeze_tables:
+        for name in tables:
+            parameters[name].requires_grad_(False)
+    return model
+
+
+def _new_model(config: Config, training: Any) -> nn.Module:
     seed_torch(config)
     chosen = config.model
     if isinstance(chosen, OwnModel):
@@ -207,7 +246,7 @@ def make_model(config: Config, training: Any) -> nn.Module:
 
 def make_loss(config: Config) -> Loss:
     if config.loss != "binary_cross_entropy":
-        return _find(config.loss, "loss")
+        return find_callable(config.loss, "loss")
     reduction = config.privacy.loss_reduction
 
     def binary_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
@@ -227,10 +266,18 @@ def forward(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, Any, Tensor]
 
 
 def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
+    """With `optimizer.table_lr` there are two parameter groups: the dense parameters, then the tables."""
     chosen = config.optimizer
     kind = getattr(torch.optim, chosen.name)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    groups: list[dict[str, Any]] = [{"params": list(trained.values())}]
+    if chosen.table_lr is not None:
+        tables = find_tables(model)
+        dense = [p for name, p in trained.items() if name not in tables]
+        rows = [p for name, p in trained.items() if name in tables]
+        groups = [{"params": dense}, {"params": rows, "lr": chosen.table_lr}]
     try:
-        return kind([p for p in model.parameters() if p.requires_grad], lr=chosen.lr, **chosen.options)
+        return kind([group for group in groups if group["params"]], lr=chosen.lr, **chosen.options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer: {chosen.name} refuses its settings: {error}") from error
 
@@ -254,7 +301,7 @@ def learning_rate_share(config: SchedulerConfig, steps: int) -> Callable[[int], 
 # ------------------------------------------------------------------ a user's own
 
 
-def _find(address: str, key: str) -> Callable[..., Any]:
+def find_callable(address: str, key: str) -> Callable[..., Any]:
     """The callable at "package.module:name", looked for in the current directory too, as `python -m` does."""
     module_name, _, name = address.partition(":")
     here = os.getcwd()
@@ -278,7 +325,7 @@ def _find(address: str, key: str) -> Callable[..., Any]:
 
 
 def _call(address: str, section: str, options: dict[str, Any], *positional: Any) -> Any:
-    function = _find(address, f"{section}.kind")
+    function = find_callable(address, f"{section}.kind")
     try:
         inspect.signature(function).bind(*positional, **options)
     except TypeError as error:

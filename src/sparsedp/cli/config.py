@@ -10,6 +10,7 @@ import torch
 from sparsedp.cli.schema import Address, Range, SchemaError, suggestion
 from sparsedp.errors import SparseDPError
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
+from sparsedp.sampling.stream import COMPOSITIONS
 
 Count = Annotated[int, Range(1)]
 Seed = Annotated[int, Range(0, 2**63 - 1)]
@@ -81,6 +82,7 @@ class PctrModel:
     hidden: Count = 598
     hidden_layers: Count = 4
     dim: Count | None = None
+    freeze_tables: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,6 +91,7 @@ class OwnModel:
 
     kind: Address
     options: dict[str, Any] = field(default_factory=dict)
+    freeze_tables: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,7 @@ class SchedulerConfig:
 class OptimizerConfig:
     name: str
     lr: Positive
+    table_lr: Positive | None = None  # of the tables; None: lr
     options: dict[str, Any] = field(default_factory=dict)
     scheduler: SchedulerConfig = SchedulerConfig()
 
@@ -170,6 +174,19 @@ class PrivacyConfig:
 
 
 @dataclass(frozen=True)
+class StreamConfig:
+    """Training on spans of periods in order of time (`sparsedp.Stream`)."""
+
+    composition: Literal["parallel", "sequential"] | None = None  # null is refused: nobody can guess it
+    span: Count = 1
+    evaluate_next: bool = False
+
+    def __post_init__(self) -> None:
+        if self.composition is None:
+            raise SchemaError("composition", f"missing; say {COMPOSITIONS}")
+
+
+@dataclass(frozen=True)
 class Config:
     data: GeneratedData | ClickLogData | OwnData
     model: PctrModel | OwnModel
@@ -177,6 +194,7 @@ class Config:
     training: TrainingConfig
     privacy: PrivacyConfig
     loss: Literal["binary_cross_entropy"] | Address = "binary_cross_entropy"
+    stream: StreamConfig | None = None
     name: str = "run"
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,9 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool = Tr
         dest="overrides",
         help="change a key, as in --set training.epochs=2 --set 'data.paths=[day_0.gz, day_1.gz]'",
     )
+    parser.add_argument(
+        "--show-config", action="store_true", help="print all keys with their values and explanations, and stop"
+    )
 
 
 def bundled_names() -> list[str]:
@@ -39,7 +42,14 @@ def bundled_names() -> list[str]:
 
 def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration in the file `source`, or the bundled one of that name, with `key=value` changes."""
-    path = _find(source)
+    path = find_config(source)
+    values = read_values(path)
+    changed = [put_text(values, text) for text in overrides]
+    return make_config(values, path.name, {key: f"--set {key}" for key in changed})
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """What a configuration file says, unchecked."""
     try:
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -48,20 +58,56 @@ def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping with the sections {', '.join(_sections())}")
     values.setdefault("name", path.stem)
-    changed = [_override(values, text) for text in overrides]
+    _spell_out(values)
+    return values
+
+
+def make_config(values: dict[str, Any], source: str, changed: Mapping[str, str]) -> Config:
+    """Values as a configuration. An error names `source`, or what `changed` says of the key that was put in later."""
     try:
         return _absolute(build(Config, values))
     except SchemaError as error:
-        mine = [key for key in changed if f"{error.path}.".startswith(f"{key}.") or key.startswith(f"{error.path}.")]
-        where = f"--set {mine[-1]}" if mine else path.name
-        raise ConfigError(f"{where}: {error}{_elsewhere(error.path)}") from None
+        mine = [
+            where
+            for key, where in changed.items()
+            if f"{error.path}.".startswith(f"{key}.") or key.startswith(f"{error.path}.")
+        ]
+        where, problem = mine[-1] if mine else source, str(error)
+        if where.endswith(f" {error.path}"):  # --set names the key already
+            problem = problem.removeprefix(f"{error.path}: ")
+        raise ConfigError(f"{where}: {problem}{_elsewhere(error.path)}") from None
 
 
 def dump_config(config: Config) -> str:
     return yaml.safe_dump(config.to_dict(), sort_keys=False)
 
 
-def _find(source: str | Path) -> Path:
+def explain_config(config: Config) -> str:
+    """The configuration as YAML, every key with its value and what the bundled ones say about it."""
+    comments: dict[str, str | None] = {}
+    for name in ("demo", *bundled_names()):  # the demo speaks for all keys that it has; the others add theirs
+        for _, path, comment in _key_lines((BUNDLED / f"{name}.yaml").read_text()):
+            comments.setdefault(path, comment)
+    text = dump_config(config)
+    lines = text.splitlines()
+    for number, path, _ in _key_lines(text):
+        if comments.get(path):
+            lines[number] += f"  # {comments[path]}"
+    return "\n".join(lines) + "\n"
+
+
+def _key_lines(text: str) -> Iterator[tuple[int, str, str | None]]:
+    """The lines of YAML that begin with a key: their numbers, full paths and comments."""
+    above: list[tuple[int, str]] = []  # indentation and key of the mappings around a line
+    for number, line in enumerate(text.splitlines()):
+        found = re.match(r"( *)(\w+):(?: .*?)?(?:  # (.*))?$", line)
+        if found:
+            indent = len(found[1])
+            above = [*(entry for entry in above if entry[0] < indent), (indent, found[2])]
+            yield number, ".".join(key for _, key in above), found[3]
+
+
+def find_config(source: str | Path) -> Path:
     path = Path(source)
     if path.is_file():
         return path
@@ -76,21 +122,35 @@ def _sections() -> list[str]:
     return [field.name for field in dataclasses.fields(Config)]
 
 
-def _override(values: dict[str, Any], text: str) -> str:
+def put_text(values: dict[str, Any], text: str) -> str:
     """Puts one key=value into the values; returns the key."""
     key, equals, value = text.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
+    key = key.strip()
+    if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {text}: expected KEY=VALUE, as in training.epochs=2")
+    put(values, key, parse_yaml(value, f"--set {key}"), f"--set {key}")
+    return key
+
+
+def put(values: dict[str, Any], key: str, value: Any, where: str) -> None:
+    """Puts a value at the full path of its key; `where` is said in an error."""
+    parts = key.split(".")
     at = values
     for depth, part in enumerate(parts[:-1], 1):
         if at.get(part) is None:
             at[part] = {}
         at = at[part]
         if not isinstance(at, dict):
-            raise ConfigError(f"--set {key}: {'.'.join(parts[:depth])} is {at!r}, which has no keys")
-    at[parts[-1]] = parse_yaml(value, f"--set {key}")
-    return ".".join(parts)
+            raise ConfigError(f"{where}: {'.'.join(parts[:depth])} is {at!r}, which has no keys")
+    at[parts[-1]] = value
+    _spell_out(values)
+
+
+def _spell_out(values: dict[str, Any]) -> None:
+    """A mechanism's bare name becomes the mapping that it stands for, so that settings can join it."""
+    privacy = values.get("privacy")
+    if isinstance(privacy, dict) and isinstance(privacy.get("mechanism"), str):
+        privacy["mechanism"] = {"name": privacy["mechanism"]}
 
 
 def _elsewhere(path: str) -> str:

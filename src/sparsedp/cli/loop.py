@@ -19,6 +19,8 @@ class Step:
     lr: float
     seconds: float
     report: StepReport
+    table_lr: float | None = None  # if the tables have a learning rate of their own
+    span: int | None = None  # of the stream
 
 
 def steps_of_epoch(parts: Prepared) -> Iterator[Step]:
@@ -37,9 +39,10 @@ def steps_of_epoch(parts: Prepared) -> Iterator[Step]:
         optimizer.step()
         if not info.last:
             continue
-        lr = optimizer.param_groups[0]["lr"]
+        lr, *table_lr = [group["lr"] for group in optimizer.param_groups]  # as `make_optimizer` orders them
         parts.scheduler.step()
         assert optimizer.last_step is not None
         loss_per_unit = total / info.logical_units if info.logical_units else math.nan
-        yield Step(loss_per_unit, lr, time.monotonic() - started, optimizer.last_step)
+        seconds = time.monotonic() - started
+        yield Step(loss_per_unit, lr, seconds, optimizer.last_step, table_lr[0] if table_lr else None, info.span)
         started, total = time.monotonic(), 0.0

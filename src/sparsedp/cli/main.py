@@ -20,6 +20,7 @@ from sparsedp.version import __version__
 COMMANDS = {
     "train": "sparsedp.cli.train",
     "plan": "sparsedp.cli.plan",
+    "sweep": "sparsedp.cli.sweep",
     "account": "sparsedp.cli.account",
     "bench": "sparsedp.cli.bench",
 }
@@ -28,6 +29,7 @@ REFUSED, INTERRUPTED = 2, 130
 EPILOG = """examples:
   sparsedp train demo            train a click-through-rate model with epsilon 3, in about a minute
   sparsedp plan demo             what that run will cost, before it starts
+  sparsedp sweep demo            what a mechanism's knobs trade: utility against gradient size
   sparsedp account epsilon --noise-multiplier 0.6 --sample-rate 0.002 --steps 500 --delta 1e-6
 
 `sparsedp COMMAND --help` explains each command.

@@ -20,10 +20,12 @@ class Status:
     epsilon: float  # spent so far; may be some seconds old
     rows_touched: int
     examples_per_second: float
+    periods: str | None = None  # of a stream, those that are trained on now
 
     def __str__(self) -> str:
+        where = "" if self.periods is None else f"{self.periods}  "
         return (
-            f"loss {self.loss:.4f}  epsilon {self.epsilon:.3f}  {self.rows_touched:,} rows  "
+            f"{where}loss {self.loss:.4f}  epsilon {self.epsilon:.3f}  {self.rows_touched:,} rows  "
             f"{self.examples_per_second:,.0f} examples/s"
         )
 

@@ -9,6 +9,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from sparsedp.optimizer import StepReport
 from sparsedp.statement import PrivacyStatement
 
 
@@ -22,6 +23,21 @@ class Totals:
     gradient_size: int = 0
     training_seconds: float = 0.0
     seconds: float = 0.0  # with set-up, evaluation and checkpoints
+    # Sums over `share_steps` steps: those with units, without any that were taken before these sums were kept.
+    clipped_share: float = 0.0
+    kept_mass: float = 0.0
+    share_steps: int = 0
+
+    def add(self, report: StepReport, seconds: float) -> None:
+        self.steps += 1
+        self.units += report.units
+        self.rows_touched += report.rows_touched
+        self.gradient_size += report.gradient_size
+        self.training_seconds += seconds
+        if report.units:
+            self.clipped_share += report.clipped_share
+            self.kept_mass += report.kept_mass
+            self.share_steps += 1
 
 
 @dataclass(frozen=True)
@@ -32,13 +48,20 @@ class RunResult:
     totals: Totals
     dense_size: int  # coordinates of all tables
     statement: PrivacyStatement
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
     planted_auc: float | None = None
+    tables_frozen: bool = False
+    extra: dict[str, Any] = field(default_factory=dict)  # what the caller of the run measured at its end
 
     @property
     def gradient_size(self) -> float:
         """Coordinates of the tables that may change in a step, on average."""
         return self.totals.gradient_size / max(1, self.totals.steps)
+
+    @property
+    def reduction(self) -> float | None:
+        """How many times smaller the tables' gradient is than a dense one, on average; None if no table is trained."""
+        return self.dense_size / max(1.0, self.gradient_size) if self.dense_size else None
 
     @property
     def rows_touched(self) -> float:
@@ -62,11 +85,20 @@ class RunResult:
             "noise_multiplier": self.statement.noise_multiplier,
             "gradient_size": self.gradient_size,
             "dense_gradient_size": self.dense_size,
+            "reduction": self.reduction,
+            "tables_frozen": self.tables_frozen,
+            "clipped_share": self._mean(self.totals.clipped_share),
+            "kept_mass": self._mean(self.totals.kept_mass) if self.dense_size else None,
             "rows_touched_per_step": self.rows_touched,
             "seconds": self.totals.seconds,
             "training_seconds": self.totals.training_seconds,
             "examples_per_second": self.examples_per_second,
+            **self.extra,
         }
+
+    def _mean(self, total: float) -> float | None:
+        """Over the steps that had units; None if there were none."""
+        return total / self.totals.share_steps if self.totals.share_steps else None
 
     def table(self) -> Table:
         table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
@@ -84,12 +116,17 @@ class RunResult:
             lines.append(("log loss, held out", f"{self.metrics['log_loss']:.4f}"))
         if "loss" in self.metrics:
             lines.append(("loss, held out", f"{self.metrics['loss']:.4f}"))
+        periods = self.metrics.get("periods", {})
+        for period, values in periods.items() if len(periods) > 1 else ():
+            name = "auc" if "auc" in values else "loss"
+            lines.append((f"  period {period}", f"{'AUC' if name == 'auc' else name} {values[name]:.4f}"))
         if self.statement.holds:
             lines.append(("privacy", f"epsilon {self.statement.epsilon:.4g} at delta {self.statement.delta:.3g}"))
         else:
             lines.append(("privacy", "NONE (epsilon is infinite)"))
-        if self.dense_size:
-            times = self.dense_size / max(1.0, self.gradient_size)
+        if self.tables_frozen:
+            lines.append(("tables", "frozen at their start values: nothing of them was trained"))
+        if (times := self.reduction) is not None:
             sizes = f"{self.gradient_size:,.0f} of {self.dense_size:,} coordinates a step"
             against = "dense" if times == 1 else f"{times:,.1f} times smaller than dense"
             lines.append(("embedding gradient", f"{sizes} ({against})"))

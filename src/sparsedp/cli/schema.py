@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import types
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from sparsedp.errors import ConfigError
+from sparsedp.errors import suggestion as suggestion
 
 T = TypeVar("T")
 # The address of a user's own callable, "package.module:name".
@@ -78,6 +78,8 @@ def convert(hint: Any, value: Any, path: str) -> Any:
             return build(dataclass_members[0], value, path)
         return build(_by_kind(dataclass_members, value, path), value, path)
     for member in members:
+        if dataclasses.is_dataclass(member):  # the value is null, which another member may allow
+            continue
         found = _converted(member, value, path)
         if found is not _NO:
             return found
@@ -163,12 +165,6 @@ def _by_kind(members: list[Any], values: Any, path: str) -> Any:
 def _closest(members: Iterable[Any], value: Any) -> str:
     choices = [choice for m in members if get_origin(m) is Literal for choice in get_args(m)]
     return suggestion(value, choices)
-
-
-def suggestion(given: Any, known: Iterable[str]) -> str:
-    """ ". Did you mean 'x'?", or nothing."""
-    close = difflib.get_close_matches(str(given), list(known), n=1)
-    return f". Did you mean '{close[0]}'?" if close else ""
 
 
 def keys_of(kind: Any) -> list[str]:

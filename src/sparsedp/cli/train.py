@@ -7,16 +7,18 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from torch.utils.data import Subset
 
 from sparsedp.check import check
 from sparsedp.cli.assemble import Data, Prepared, limit_threads, load_data, make_loss, make_model, prepare
 from sparsedp.cli.config import Config, differences
-from sparsedp.cli.evaluate import evaluate
-from sparsedp.cli.load import add_config_arguments, load_config
+from sparsedp.cli.evaluate import evaluate, evaluate_on
+from sparsedp.cli.load import add_config_arguments, explain_config, load_config
 from sparsedp.cli.loop import Step, steps_of_epoch
 from sparsedp.cli.progress import Reporter, Status, make_reporter
 from sparsedp.cli.result import RunResult, Totals
@@ -30,7 +32,7 @@ INTERRUPTED = 130
 # Examples that `sparsedp.check` looks at, and how many of them one by one.
 _CHECK_BATCH, _CHECK_UNITS = 4, 2
 # What a resumed run may do differently: nothing that the plan, the weights or the data depend on.
-_MAY_CHANGE = {
+MAY_CHANGE = {
     "training.workers",
     "training.threads",
     "training.max_physical_batch",
@@ -38,18 +40,19 @@ _MAY_CHANGE = {
     "training.checkpoint_every",
     "training.log_every",
     "training.check",
+    "stream.evaluate_next",
 }
 
 EPILOG = """examples:
   sparsedp train demo                                    a generated click log, in about a minute
   sparsedp train demo --set privacy.target_epsilon=1     the same with more noise
+  sparsedp train stream                                  days in order of time, evaluated on later days
   sparsedp train criteo --set 'data.paths=train.txt.gz'  a click log in Criteo's format
   sparsedp train my.yaml --run-dir runs/mine --json      the result as JSON; progress goes to stderr
   sparsedp train --resume runs/mine                      go on after Ctrl-C or a crash
 
-`sparsedp plan` says beforehand what a run will cost. The keys of a configuration are explained in
-src/sparsedp/cli/configs/demo.yaml,
-which `sparsedp train demo` uses; a run's own folder holds all of them, with their values, in config.yaml.
+`sparsedp plan` says beforehand what a run will cost. `sparsedp train demo --show-config` explains the keys of a
+configuration; a run's own folder holds all of them, with their values, in config.yaml.
 """
 
 
@@ -73,6 +76,9 @@ def run(args: argparse.Namespace) -> int:
         if args.run_dir is not None:
             raise ConfigError("--resume goes on in the run's own folder; leave --run-dir out")
         config = _resumed_config(args.resume, args.config, args.overrides)
+    if args.show_config:
+        print(explain_config(config), end="")
+        return 0
     console = Console(stderr=args.json, highlight=False)
     reporter = make_reporter(console, args.quiet)
     resume = args.resume is not None
@@ -98,11 +104,11 @@ def _resumed_config(folder: Path, source: str | None, overrides: list[str]) -> C
     """The run's own configuration. Another one, or --set, may change what the result does not hang on."""
     _, old = RunFolder.open(folder)
     new = load_config(folder / "config.yaml" if source is None else source, overrides)
-    refused = sorted(set(differences(old, new)) - _MAY_CHANGE)
+    refused = sorted(set(differences(old, new)) - MAY_CHANGE)
     if refused:
         raise ConfigError(
             f"{folder} was started with another {', '.join(refused)}. A resumed run may change only "
-            f"{', '.join(sorted(_MAY_CHANGE))}; start a new run for the rest."
+            f"{', '.join(sorted(MAY_CHANGE))}; start a new run for the rest."
         )
     return new
 
@@ -115,36 +121,43 @@ def run_training(
     reporter: Reporter | None = None,
     should_stop: Callable[[int], bool] = lambda step: False,
     on_signals: bool = False,
+    data: Data | None = None,
+    keep_model: bool = True,
+    at_end: Callable[[Prepared], dict[str, Any]] = lambda parts: {},
 ) -> RunResult:
     """Runs a configuration to its end, or until `should_stop(step)` or, with `on_signals`, Ctrl-C or SIGTERM.
 
-    With `resume` it goes on from the checkpoint in `run_dir`; otherwise `run_dir` must be new or empty.
+    With `resume` it goes on from the checkpoint in `run_dir`; otherwise `run_dir` must be new or empty. `data` is what
+    `load_data` gave for this configuration, if it was called before. Without `keep_model` neither weights nor
+    checkpoints are written, so that the run cannot be resumed. What `at_end` returns joins the result.
     """
     started = time.monotonic()
     reporter = reporter or Reporter()
     if run_dir is not None and not resume:
         refuse_used_folder(run_dir)
     limit_threads(config)
-    data = _load(config, reporter)
+    data = _load(config, reporter) if data is None else data
     model = make_model(config, data.training)
+    checked = None
     if config.training.check:
         take = getattr(data.training, "take", None)
         batch = data.examples(_CHECK_BATCH)
         reduction = config.privacy.loss_reduction
-        reporter.say(
-            str(check(model, make_loss(config), batch, units=_CHECK_UNITS, loss_reduction=reduction, take=take))
-        )
+        checked = check(model, make_loss(config), batch, units=_CHECK_UNITS, loss_reduction=reduction, take=take)
+        reporter.say(str(checked))
     prepared = prepare(config, data, model)
+    if checked is not None:
+        prepared.engine.add_check(checked)
     _describe(prepared, reporter)
     if resume:
         assert run_dir is not None
         folder, _ = RunFolder.open(run_dir)
-        training = _Training(config, prepared, folder, reporter, started)
+        training = _Training(config, prepared, folder, reporter, started, keep_model, at_end)
         training.restore()
         folder.write_config(config)
     else:
         folder = RunFolder.create(run_dir, config, prepared.engine.plan)
-        training = _Training(config, prepared, folder, reporter, started)
+        training = _Training(config, prepared, folder, reporter, started, keep_model, at_end)
     reporter.say(f"Run folder: {folder.path}")
     if on_signals:
         with stop_on_signals() as asked:
@@ -176,6 +189,16 @@ def _describe(prepared: Prepared, reporter: Reporter) -> None:
         f"Plan: {plan.mechanism.name}, noise multiplier {plan.noise_multiplier:.4g}{budget}; "
         f"{prepared.steps:,} steps of {plan.batch_size:,} examples (rate {plan.sample_rate:.3g})"
     )
+    if (stream := prepared.loader.stream) is not None:
+        first, last = int(stream.periods.min()), int(stream.periods.max())
+        reporter.say(
+            f"Stream: periods {first} to {last}, {stream.span} at a time; the {len(stream.spans)} spans compose in "
+            f"{'parallel' if stream.composition == 'parallel' else 'sequence'}"
+        )
+
+
+def _values(metrics: dict[str, Any]) -> str:
+    return "  ".join(f"{name.replace('_', ' ')} {v:.4f}" for name, v in metrics.items() if isinstance(v, float))
 
 
 class _EpsilonSpent:
@@ -198,13 +221,21 @@ class _Training:
     """The loop, and what is written down on the way."""
 
     def __init__(
-        self, config: Config, prepared: Prepared, folder: RunFolder, reporter: Reporter, started: float
+        self,
+        config: Config,
+        prepared: Prepared,
+        folder: RunFolder,
+        reporter: Reporter,
+        started: float,
+        keep_model: bool,
+        at_end: Callable[[Prepared], dict[str, Any]],
     ) -> None:
         self.config, self.parts, self.folder, self.reporter = config, prepared, folder, reporter
+        self.keep_model, self.at_end = keep_model, at_end
         self.totals = Totals()
         self.started = started
         self.earlier_seconds = 0.0  # of the runs that this one resumes
-        self.evaluation: dict[str, float] = {}  # the latest, after step `evaluated`
+        self.evaluation: dict[str, Any] = {}  # the latest, after step `evaluated`
         self.evaluated = 0
         self.epsilon_spent = _EpsilonSpent(prepared.engine, prepared.delta)
 
@@ -237,6 +268,7 @@ class _Training:
                     self.folder.log(row)
                 if settings.evaluate_every is not None and step % settings.evaluate_every == 0:
                     self._evaluate()
+                self._evaluate_next()
                 if should_stop(step):
                     return
                 if settings.checkpoint_every is not None and step % settings.checkpoint_every == 0:
@@ -245,12 +277,9 @@ class _Training:
     def _count(self, done: Step) -> dict[str, Any]:
         """Adds a step to the totals and shows it; returns what is logged about it."""
         report, totals = done.report, self.totals
-        totals.steps += 1
-        totals.units += report.units
-        totals.rows_touched += report.rows_touched
-        totals.gradient_size += report.gradient_size
-        totals.training_seconds += done.seconds
+        totals.add(report, done.seconds)
         speed = totals.units / totals.training_seconds
+        stream = self.parts.loader.stream
         self.reporter.show(
             Status(
                 self.step,
@@ -258,18 +287,27 @@ class _Training:
                 self.epsilon_spent(self.step == self.parts.steps),
                 report.rows_touched,
                 speed,
+                None if stream is None or done.span is None else stream.names[done.span],
             )
         )
         return {
             "kind": "step",
             "step": self.step,
+            **({} if done.span is None else {"span": done.span}),
             "loss": done.loss,
             "lr": done.lr,
+            **({} if done.table_lr is None else {"table_lr": done.table_lr}),
             "units": report.units,
             "clipped_share": report.clipped_share,
             "mean_norm": report.mean_norm,
             "rows_touched": report.rows_touched,
             "gradient_size": report.gradient_size,
+            "reduction": report.reduction if report.tables else None,
+            "kept_mass": report.kept_mass if report.tables else None,
+            "tables": {
+                name: {"touched": table.rows_touched, "selected": table.rows_selected, "false": table.rows_false}
+                for name, table in report.tables.items()
+            },
             "seconds": done.seconds,
         }
 
@@ -281,14 +319,35 @@ class _Training:
         if self.evaluation:
             epsilon = self.parts.engine.get_epsilon(self.parts.delta)
             self.folder.log({"kind": "evaluation", "step": self.step, **self.evaluation, "epsilon": epsilon})
-            values = "  ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.evaluation.items())
-            self.reporter.say(f"Held out, after step {self.step}: {values}  (epsilon {epsilon:.3f})")
+            self.reporter.say(f"Held out, after step {self.step}: {_values(self.evaluation)}  (epsilon {epsilon:.3f})")
+
+    def _evaluate_next(self) -> None:
+        """After a span: how good the model is on the next one, by period, before it is trained on it.
+
+        In the first pass over the stream only: later ones have seen all of it.
+        """
+        settings, loader = self.config.stream, self.parts.loader
+        borders = list(accumulate(loader.span_steps))[:-1]
+        if settings is None or not settings.evaluate_next or self.step not in borders:
+            return
+        assert loader.stream is not None
+        data, indices = self.parts.data, loader.stream.spans[borders.index(self.step) + 1]
+        part = Subset(data.training, indices.tolist())
+        periods = loader.stream.periods[indices]
+        found = evaluate_on(self.config, self.parts.model, self.parts.loss, part, data.collate, periods)
+        epsilon = self.parts.engine.get_epsilon(self.parts.delta)
+        for period, values in found["periods"].items():
+            row = {"kind": "evaluation", "step": self.step, "period": int(period), **values, "epsilon": epsilon}
+            self.folder.log(row)
+            self.reporter.say(f"Period {period}, before training on it, after step {self.step}: {_values(values)}")
 
     def save(self) -> None:
         """The statement first: if a kill comes between, it promises too little for the weights."""
         self.totals.seconds = self.earlier_seconds + time.monotonic() - self.started
         engine = self.parts.engine
         self.folder.write_statement(engine.statement(self.parts.delta))
+        if not self.keep_model:
+            return
         extra = {
             "scheduler": self.parts.scheduler.state_dict(),
             "totals": asdict(self.totals),
@@ -319,4 +378,6 @@ class _Training:
             statement=self.parts.engine.statement(self.parts.delta),
             metrics=self.evaluation if self.evaluated == self.step else {},
             planted_auc=getattr(self.parts.data.held_out, "planted_auc", None),
+            tables_frozen=self.config.model.freeze_tables,
+            extra=self.at_end(self.parts) if finished else {},
         )

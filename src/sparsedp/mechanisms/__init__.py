@@ -6,6 +6,7 @@ from sparsedp.mechanisms.dpsgd import DPSGD
 from sparsedp.mechanisms.eana import EANA, eana_advisory_epsilon, eana_renyi_bound
 from sparsedp.mechanisms.exponential import ExponentialSelection
 from sparsedp.mechanisms.fest import FEST
+from sparsedp.mechanisms.lazydp import LazyDP
 
 __all__ = [
     "DPSGD",
@@ -13,6 +14,7 @@ __all__ = [
     "FEST",
     "AdaFEST",
     "ExponentialSelection",
+    "LazyDP",
     "Mechanism",
     "Step",
     "eana_advisory_epsilon",

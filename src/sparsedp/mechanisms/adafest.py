@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor
 
 from sparsedp.accounting import split_multiplier
-from sparsedp.capture import Captured
-from sparsedp.mechanisms.base import Count, Mechanism, Step
-from sparsedp.mechanisms.contribution import RowSpace, contribution_map
+from sparsedp.capture import Captured, RowSpace
+from sparsedp.errors import SparseDPWarning
+from sparsedp.mechanisms.base import Count, Frequencies, Mechanism, Step
+from sparsedp.mechanisms.contribution import contribution_map
 from sparsedp.mechanisms.fest import FEST
 from sparsedp.mechanisms.survivors import draw_survivors
 from sparsedp.noise import RandomKey
@@ -56,14 +58,22 @@ class AdaFEST(Mechanism):
     def gradient_noise(self, noise_multiplier: float) -> float:
         return split_multiplier(noise_multiplier, self.noise_ratio)[1]
 
-    def prepare(self, tables: Mapping[str, Tensor], count: Count, key: RandomKey) -> dict[str, Tensor]:
-        return {} if self.preselect is None else self.preselect.prepare(tables, count, key)
+    @property
+    def frequencies(self) -> Frequencies:
+        return "all" if self.preselect is None else self.preselect.frequencies
+
+    def prepare(
+        self, tables: Mapping[str, Tensor], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        return {} if self.preselect is None else self.preselect.prepare(tables, count, key, memory)
 
     def setup_event(self) -> dp_accounting.DpEvent | None:
         return None if self.preselect is None else self.preselect.setup_event()
 
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         space = RowSpace.of(step.tables)
+        if step.first:
+            _warn_of_linear_maps(batch, space)
         within = None if self.preselect is None else space.join(step.prepared)
         rows, values = contribution_map(batch, space, self.map_clip, within)
         size = space.size
@@ -74,3 +84,15 @@ class AdaFEST(Mechanism):
             draw_survivors(rows.numpy(), values.numpy(), size, self.threshold, std, step.key.numpy(0))
         )
         return space.split(kept if within is None else within[kept])
+
+
+def _warn_of_linear_maps(batch: Sequence[Captured], space: RowSpace) -> None:
+    whole = [name for name in space.names if any(name in c.uses and c.uses[name].linears for c in batch)]
+    if whole:
+        warnings.warn(
+            f"Table {', '.join(map(repr, whole))} is used as a linear map (a softmax over the whole vocabulary?), so every "
+            "unit touches all of its rows: AdaFEST selects among them by noise alone, and the gradient is dense. Score "
+            "sampled candidates instead (sparsedp.nn.candidate_scores).",
+            SparseDPWarning,
+            stacklevel=2,
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import dp_accounting
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsedp.accounting.events import gaussian_step
 from sparsedp.capture import Captured
 from sparsedp.clipping import Clipping
+from sparsedp.errors import suggestion
 from sparsedp.noise import RandomKey
 
 _REGISTRY: dict[str, type[Mechanism]] = {}
@@ -28,9 +29,11 @@ class Step:
     scale: Callable[[Captured], float]  # what a captured gradient is multiplied by to be that of the unit's own loss
     key: RandomKey  # this step's own
     prepared: Mapping[str, Tensor]
+    first: bool = False  # whether it is the first step since training began or was resumed: the one to warn at
 
 
 Count = Callable[[float | None], dict[str, Tensor]]
+Frequencies = Literal["all", "first", "running"]
 
 
 class Mechanism(ABC):
@@ -39,6 +42,7 @@ class Mechanism(ABC):
     name: ClassVar[str]
     selects: ClassVar[bool] = False  # whether `select` chooses rows; physical batches are then held until it has
     prepares: ClassVar[bool] = False  # whether `prepare` has to run before the first step
+    lazy: ClassVar[bool] = False  # whether the tables' noise waits until rows are read (sparsedp.lazy)
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
@@ -53,11 +57,20 @@ class Mechanism(ABC):
         """The noise multiplier of the clipped sum, out of that of the whole step."""
         return noise_multiplier
 
-    def prepare(self, tables: Mapping[str, Tensor], count: Count, key: RandomKey) -> dict[str, Tensor]:
-        """What a mechanism with `prepares` decides once, before its first step: rows of each table, ascending.
+    @property
+    def frequencies(self) -> Frequencies:
+        """Which data `prepare` counts: all, those of the stream's first span, or at each new span those of that span."""
+        return "all"
 
-        `count(clip)` goes over the training data and adds up the units' contributions to each row of each table, as in
-        `contribution_map`. Whatever is used of it must be in `setup_event`.
+    def prepare(
+        self, tables: Mapping[str, Tensor], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """What a mechanism with `prepares` decides ahead of its steps: rows of each table, ascending.
+
+        `count(clip)` goes over the data and adds up the units' contributions to each row of each table, as in
+        `contribution_map`; what a unit adds has norm at most `clip`. Whatever is used of it must be in `setup_event`.
+        With running `frequencies`, `prepare` is called at every new span, and `memory` is for what has to be known
+        then: it is empty at first, and a checkpoint holds it. So only what was released may be put there.
         """
         return {}
 
@@ -73,7 +86,7 @@ class Mechanism(ABC):
         return gaussian_step(noise_multiplier, sample_rate)
 
     def setup_event(self) -> dp_accounting.DpEvent | None:
-        """The privacy event of what happens once before training, such as a selection of rows; None if nothing."""
+        """The privacy event of one `prepare`, such as a selection of rows; None if it costs nothing."""
         return None
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,10 +100,12 @@ def mechanism_from_dict(values: dict[str, Any]) -> Mechanism:
     settings = dict(values)
     name = settings.pop("name", None)
     if name not in _REGISTRY:
-        raise ValueError(f"Unknown mechanism {name!r}; known are {', '.join(sorted(_REGISTRY))}.")
+        hint = suggestion(name, _REGISTRY) or "."
+        raise ValueError(f"Unknown mechanism {name!r}; known are {', '.join(sorted(_REGISTRY))}{hint}")
     known = {field.name for field in fields(_REGISTRY[name])}  # type: ignore[arg-type]
     if unknown := set(settings) - known:
         has = f"its settings are {', '.join(sorted(known))}" if known else "it has none"
-        raise ValueError(f"Mechanism {name!r} has no setting {', '.join(sorted(map(repr, unknown)))}; {has}.")
+        hint = next(filter(None, (suggestion(key, known) for key in sorted(unknown))), ".")
+        raise ValueError(f"Mechanism {name!r} has no setting {', '.join(sorted(map(repr, unknown)))}; {has}{hint}")
     nested = {key: mechanism_from_dict(v) if isinstance(v, dict) and "name" in v else v for key, v in settings.items()}
     return _REGISTRY[name](**nested)

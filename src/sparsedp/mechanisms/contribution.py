@@ -1,69 +1,45 @@
-"""Which rows the units of a batch touch, over all tables together, and how much each unit may add to each.
-
-Tables are laid end to end into one space of global rows: table t's row j is global row `starts[t] + j`.
-"""
+"""Which rows the units of a batch touch, over all tables together, and how much each unit may add to each."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from sparsedp.capture import Captured
+from sparsedp.capture import Captured, RowSpace
+from sparsedp.capture.kernels import find
 
 
-@dataclass(frozen=True)
-class RowSpace:
-    """The tables, end to end. 64-bit arithmetic: up to 2^62 rows in all."""
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-
-    @staticmethod
-    def of(tables: Mapping[str, Tensor]) -> RowSpace:
-        names = tuple(sorted(tables))
-        return RowSpace(names, tuple(tables[name].shape[0] for name in names))
-
-    @property
-    def starts(self) -> tuple[int, ...]:
-        return (0, *accumulate(self.sizes))[:-1]
-
-    @property
-    def size(self) -> int:
-        return sum(self.sizes)
-
-    def split(self, rows: Tensor) -> dict[str, Tensor]:
-        """Ascending global rows as rows of each table."""
-        edges = torch.tensor([*self.starts, self.size], device=rows.device)
-        at = torch.searchsorted(rows, edges).tolist()
-        return {name: rows[begin:end] - start for name, start, begin, end in zip(self.names, self.starts, at, at[1:])}
-
-    def join(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Rows of each table, ascending, as ascending global rows."""
-        parts = [rows[name] + start for name, start in zip(self.names, self.starts) if name in rows]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+def touched_rows(batch: Sequence[Captured], space: RowSpace) -> Tensor:
+    """The global rows that any unit of a logical batch touches, distinct and ascending."""
+    parts = [captured.touched(space).rows for captured in batch]
+    for name in {name for captured in batch for name in captured.touched(space).whole}:
+        parts.append(_all_rows(name, space))
+    return parts[0] if len(parts) == 1 else torch.unique(torch.cat(parts))
 
 
-def touched_pairs(captured: Captured, space: RowSpace) -> tuple[Tensor, Tensor]:
-    """The distinct (unit, global row) pairs of a physical batch: two tensors of equal length."""
-    units, rows = [], []
-    for name, start, size in zip(space.names, space.starts, space.sizes):
-        uses = captured.uses.get(name)
-        if uses is None:
-            continue
-        if uses.linears or uses.builts:  # a linear map by the table, such as a full softmax, uses all of its rows
-            units.append(torch.arange(captured.units).repeat_interleave(size))
-            rows.append(torch.arange(start, start + size).repeat(captured.units))
-        else:
-            whose, which = uses.touched()
-            units.append(whose)
-            rows.append(which + start)
-    if not units:
-        return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
-    return torch.cat(units), torch.cat(rows)
+def touched_pairs(captured: Captured, space: RowSpace) -> tuple[Tensor, Tensor, Tensor]:
+    """The touched global rows of a physical batch, distinct and ascending, and the distinct (unit, row) pairs.
+
+    The pairs come as two tensors of equal length: the units, and the places of their rows among the touched ones.
+    """
+    touched = captured.touched(space)
+    rows, (units, at) = touched.rows, touched.pairs()
+    if not touched.whole:
+        return rows, units, at
+    for name in touched.whole:
+        every = _all_rows(name, space)
+        units = torch.cat([units, torch.arange(captured.units).repeat_interleave(every.numel())])
+        at = torch.cat([at, (rows.numel() + torch.arange(every.numel())).repeat(captured.units)])
+        rows = torch.cat([rows, every])
+    rows, order = rows.sort()
+    return rows, units, torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))[at]
+
+
+def _all_rows(name: str, space: RowSpace) -> Tensor:
+    table = space.names.index(name)
+    return torch.arange(space.starts[table], space.starts[table] + space.sizes[table])
 
 
 def contribution_map(
@@ -77,21 +53,17 @@ def contribution_map(
     """
     all_rows, all_values = [], []
     for captured in batch:
-        units, rows = touched_pairs(captured, space)
-        if within is not None:
-            kept = _contains(within, rows)
-            units, rows = units[kept], rows[kept]
+        rows, units, at = touched_pairs(captured, space)
+        kept = None if within is None else find(within, rows) >= 0
+        if kept is not None:
+            inside = kept[at]
+            units, at = units[inside], at[inside]
         counts = torch.bincount(units, minlength=captured.units).double()
         shares = (clip / counts.clamp_min(1).sqrt()).clamp_max(1.0)
-        all_rows.append(rows)
-        all_values.append(shares[units])
+        values = torch.zeros(rows.numel(), dtype=torch.float64).index_add_(0, at, shares[units])
+        all_rows.append(rows if kept is None else rows[kept])
+        all_values.append(values if kept is None else values[kept])
+    if len(batch) == 1:
+        return all_rows[0], all_values[0]
     rows, inverse = torch.unique(torch.cat(all_rows), return_inverse=True)
-    values = torch.zeros(rows.numel(), dtype=torch.float64).index_add_(0, inverse, torch.cat(all_values))
-    return rows, values
-
-
-def _contains(ascending: Tensor, values: Tensor) -> Tensor:
-    if ascending.numel() == 0:
-        return torch.zeros_like(values, dtype=torch.bool)
-    at = torch.searchsorted(ascending, values).clamp_max(ascending.numel() - 1)
-    return ascending[at] == values
+    return rows, torch.zeros(rows.numel(), dtype=torch.float64).index_add_(0, inverse, torch.cat(all_values))

@@ -9,12 +9,11 @@ from typing import ClassVar
 
 import dp_accounting
 import dp_accounting.rdp
-import torch
 from torch import Tensor
 
-from sparsedp.capture import Captured
+from sparsedp.capture import Captured, RowSpace
 from sparsedp.mechanisms.base import Mechanism, Step
-from sparsedp.mechanisms.contribution import RowSpace, touched_pairs
+from sparsedp.mechanisms.contribution import touched_rows
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class EANA(Mechanism):
 
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         space = RowSpace.of(step.tables)
-        return space.split(torch.unique(torch.cat([touched_pairs(captured, space)[1] for captured in batch])))
+        return space.split(touched_rows(batch, space))
 
 
 def eana_renyi_bound(alpha: int, *, min_count: int, max_rows: int, gradient_bound: float, noise_std: float) -> float:

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from sparsedp.accounting import ExponentialMechanismDpEvent
-from sparsedp.capture import Captured, RowSparse
+from sparsedp.capture import Captured, RowSpace, RowSparse
 from sparsedp.mechanisms.base import Mechanism, Step
-from sparsedp.mechanisms.contribution import RowSpace
 
 
 @dataclass(frozen=True)

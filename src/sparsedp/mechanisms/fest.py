@@ -1,4 +1,4 @@
-"""DP-FEST: trains k rows that are chosen once, before training (DP-AdaFEST paper, section 3.1 and appendix B.1)."""
+"""DP-FEST: trains k rows that are chosen by their frequency in the data (DP-AdaFEST paper, section 3.1, appendix B.1)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, get_args
 
 import dp_accounting
 import numpy as np
@@ -16,16 +16,15 @@ import torch
 from torch import Tensor
 
 from sparsedp.accounting import ExponentialMechanismDpEvent, calibrate
-from sparsedp.capture import Captured
+from sparsedp.capture import Captured, RowSpace
 from sparsedp.errors import SparseDPWarning
-from sparsedp.mechanisms.base import Count, Mechanism, Step
-from sparsedp.mechanisms.contribution import RowSpace
+from sparsedp.mechanisms.base import Count, Frequencies, Mechanism, Step
 from sparsedp.noise import RandomKey
 
 
 @dataclass(frozen=True)
 class FEST(Mechanism):
-    """Selects the `k` most frequent rows, once; only they are trained.
+    """Selects the `k` most frequent rows; only they are trained.
 
     With public `counts` (a tensor of frequencies per table) the choice is free. Otherwise it is made on the training
     data at a cost of (`epsilon`, `delta`), which enters the ledger exactly:
@@ -39,6 +38,11 @@ class FEST(Mechanism):
 
     split "global" takes the k largest of all tables together; "tables" takes k / (number of tables) from each, as the paper.
     `inputs(batch)` gives the arguments of the module for a batch of the loader; by default all but the last element.
+
+    `frequencies` is for streams (section 4.3): those of "all" data, of the "first" span, or "running". Running
+    frequencies are released for each span by itself, when it is reached for the first time, with fresh noise and at a
+    cost of (`epsilon`, `delta`) to that span's units; the top k is then taken anew of the sum of all releases so far.
+    Rows that leave the selection keep their values. A later pass over the stream releases nothing more.
     """
 
     name: ClassVar[str] = "fest"
@@ -51,6 +55,7 @@ class FEST(Mechanism):
     split: Literal["global", "tables"] = "global"
     count_clip: float = 1.0
     inputs: Callable[[Any], Any] | None = field(default=None, compare=False, repr=False)
+    frequencies: Frequencies = "all"
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or self.k < 1:
@@ -59,6 +64,17 @@ class FEST(Mechanism):
             raise ValueError(f"method must be 'gaussian' or 'gumbel', not {self.method!r}")
         if self.split not in ("global", "tables"):
             raise ValueError(f"split must be 'global' or 'tables', not {self.split!r}")
+        if self.frequencies not in get_args(Frequencies):
+            raise ValueError(f"frequencies must be 'all', 'first' or 'running', not {self.frequencies!r}")
+        if self.frequencies == "running" and self.method == "gumbel":
+            raise ValueError(
+                "frequencies='running' needs method='gaussian': Gumbel noise pays for the names of the k largest rows "
+                "alone, not for the frequencies, which a later span's would have to be added to"
+            )
+        if self.frequencies != "all" and self.counts is not None:
+            raise ValueError(
+                f"frequencies={self.frequencies!r} are counted on the data; with public counts leave it out"
+            )
         for name, low, high in (("epsilon", 0, math.inf), ("delta", 0, 1), ("count_clip", 0, math.inf)):
             if not low < getattr(self, name) < high:
                 raise ValueError(f"{name} must lie between {low} and {high}, not {getattr(self, name)}")
@@ -74,9 +90,18 @@ class FEST(Mechanism):
             return None
         return _selection_event(self.method, self.k, self.epsilon, self.delta)[0]
 
-    def prepare(self, tables: Mapping[str, Tensor], count: Count, key: RandomKey) -> dict[str, Tensor]:
+    def prepare(
+        self, tables: Mapping[str, Tensor], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         space = RowSpace.of(tables)
+        if not space.names:
+            return {}
         scores = self._scores(space, count, key.numpy(0))
+        if self.frequencies == "running" and memory is not None:
+            for name in scores:
+                if name in memory:
+                    scores[name] = scores[name] + memory[name].numpy()
+                memory[name] = torch.from_numpy(scores[name])
         if self.split == "tables":
             each = max(1, self.k // len(space.names))
             return {name: _top(score, each) for name, score in scores.items()}

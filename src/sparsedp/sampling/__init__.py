@@ -1,7 +1,8 @@
-"""Which units meet in a batch: Poisson or shuffled sampling, micro-batches, empty batches."""
+"""Which units meet in a batch: Poisson or shuffled sampling, micro-batches, empty batches, streams by period."""
 
 from sparsedp.sampling.draws import BatchInfo
 from sparsedp.sampling.loader import PrivateLoader, private_loader
 from sparsedp.sampling.poisson import poisson_indices
+from sparsedp.sampling.stream import Stream, StreamPlan
 
-__all__ = ["BatchInfo", "PrivateLoader", "poisson_indices", "private_loader"]
+__all__ = ["BatchInfo", "PrivateLoader", "Stream", "StreamPlan", "poisson_indices", "private_loader"]

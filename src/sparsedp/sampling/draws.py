@@ -28,6 +28,7 @@ class BatchInfo:
     first: bool  # of the physical batches of its logical batch
     last: bool
     step: int  # of the logical batch, from 0 over the whole run
+    span: int | None = None  # of the stream, whose units alone were sampled from; None without a stream
 
 
 class Place(NamedTuple):
@@ -39,28 +40,47 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Span:
+    """Units that are sampled from together, and the steps of an epoch on them. Without a stream: all units."""
+
+    size: int
+    steps: int
+    indices: np.ndarray | None = None  # of the units in the data set; None: 0 to size - 1
+    number: int | None = None  # in the stream
+
+
+@dataclass(frozen=True)
 class Draws:
-    """The batches over `size` units: Poisson, shuffled, or in the order of the data."""
+    """The batches of an epoch, span by span: Poisson, shuffled, or in the order of the data."""
 
     key: RandomKey
-    size: int
+    spans: tuple[Span, ...]
     batch_size: int  # expected (Poisson), or exact
-    steps_per_epoch: int
     poisson: bool
     shuffle: bool
     max_physical_batch: int | None
 
-    def logical(self, start: Place) -> Iterator[np.ndarray]:
-        """Indices of each logical batch from `start` to the end of its epoch, int64 [n]."""
-        steps_left = self.steps_per_epoch - start.position
+    def logical(self, start: Place) -> Iterator[tuple[int | None, np.ndarray]]:
+        """Number of the span and indices, int64 [n], of each logical batch from `start` to the end of its epoch."""
+        begin = -start.position  # of the span, in steps from `start`
+        for span in self.spans:
+            if begin + span.steps > 0:
+                first = max(0, -begin)
+                for drawn in self._of_span(span, first, start.step + begin, start.epoch):
+                    yield span.number, drawn if span.indices is None else span.indices[drawn]
+            begin += span.steps
+
+    def _of_span(self, span: Span, first: int, step: int, epoch: int) -> Iterator[np.ndarray]:
+        """The batches of a span from its `first` on, as places in the span; batch 0 is that of step `step`."""
         if self.poisson:
-            for step in range(start.step, start.step + steps_left):
-                yield poisson_indices(self.key.numpy(step), self.size, self.batch_size / self.size)
+            for position in range(first, span.steps):
+                yield poisson_indices(self.key.numpy(step + position), span.size, self.batch_size / span.size)
             return
-        order = self.key.numpy(_SHUFFLE, start.epoch).permutation(self.size) if self.shuffle else None
-        for position in range(start.position, self.steps_per_epoch):
-            first = position * self.batch_size
-            batch = np.arange(first, min(first + self.batch_size, self.size))
+        path = (_SHUFFLE, epoch, span.number) if span.number else (_SHUFFLE, epoch)
+        order = self.key.numpy(*path).permutation(span.size) if self.shuffle else None
+        for position in range(first, span.steps):
+            begin = position * self.batch_size
+            batch = np.arange(begin, min(begin + self.batch_size, span.size))
             yield batch if order is None else order[batch]
 
     def worker_generator(self, start: Place) -> torch.Generator:
@@ -73,10 +93,10 @@ class Draws:
         An info for each goes to `infos`, in the same order. Empty batches are in `infos` only: what a data
         set's `__getitems__([])` or a collate function do with them is anybody's guess.
         """
-        for step, indices in enumerate(self.logical(start), start.step):
+        for step, (span, indices) in enumerate(self.logical(start), start.step):
             limit = self.max_physical_batch or max(1, len(indices))
             parts = np.array_split(indices, max(1, math.ceil(len(indices) / limit)))
             for i, part in enumerate(parts):
-                infos.append(BatchInfo(len(part), len(indices), i == 0, i == len(parts) - 1, step))
+                infos.append(BatchInfo(len(part), len(indices), i == 0, i == len(parts) - 1, step, span))
                 if len(part):
                     yield part.tolist()

@@ -9,22 +9,29 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.noise import RandomKey
 from sparsedp.sampling.collate import empty_batch
-from sparsedp.sampling.draws import BatchInfo, Draws, Place
+from sparsedp.sampling.draws import BatchInfo, Draws, Place, Span
+from sparsedp.sampling.stream import Stream
 
 _END = object()
 _STATE_KEYS = ("step", "epoch", "epoch_position")
 
 
 def private_loader(
-    loader: DataLoader, *, key: RandomKey, poisson: bool = True, max_physical_batch: int | None = None
+    loader: DataLoader,
+    *,
+    key: RandomKey,
+    poisson: bool = True,
+    max_physical_batch: int | None = None,
+    stream: Stream | None = None,
 ) -> PrivateLoader:
     """The user's loader, with Poisson batches (or its own shuffled ones) drawn from `key`."""
-    return PrivateLoader(loader, key=key, poisson=poisson, max_physical_batch=max_physical_batch)
+    return PrivateLoader(loader, key=key, poisson=poisson, max_physical_batch=max_physical_batch, stream=stream)
 
 
 class PrivateLoader(DataLoader[Any]):
@@ -36,6 +43,9 @@ class PrivateLoader(DataLoader[Any]):
     `len(loader)` the number of logical batches in an epoch. With `max_physical_batch`, a larger logical batch
     comes as several physical ones of nearly equal size, so an epoch may yield more than `len(loader)`
     batches; `current` tells which is which.
+
+    With a `stream` an epoch is one pass over its spans in order of time. Every batch is drawn from the units of one span,
+    with probability batch_size / (units of the span); `sample_rate` is then the largest of these.
 
     Replay: batch t is a pure function of the key and t (shuffled: of the key, the epoch and the position in
     it), and t counts yielded logical batches. So no draw that anybody saw is made twice, also when `break`
@@ -51,11 +61,13 @@ class PrivateLoader(DataLoader[Any]):
         key: RandomKey,
         poisson: bool = True,
         max_physical_batch: int | None = None,
+        stream: Stream | None = None,
     ) -> None:
         size, batch_size, shuffle = _checked(loader)
         if max_physical_batch is not None and max_physical_batch < 1:
             raise UnsupportedError(f"{max_physical_batch=}: it must be at least 1, or None.")
-        steps = size // batch_size if loader.drop_last else math.ceil(size / batch_size)
+        spans = _spans(size, batch_size, loader.drop_last, stream)
+        steps = sum(span.steps for span in spans)
         feed = _Feed(steps)
         super().__init__(
             loader.dataset,
@@ -77,11 +89,12 @@ class PrivateLoader(DataLoader[Any]):
         self.poisson = poisson
         self.shuffled = shuffle
         self.dataset_size = size
-        self.sample_rate = batch_size / size
+        self.stream = stream
+        self.sample_rate = batch_size / min(span.size for span in spans)
         self.steps_per_epoch = steps
         self.max_physical_batch = max_physical_batch
         self.current: BatchInfo | None = None
-        self._draws = Draws(key, size, batch_size, steps, poisson, shuffle, max_physical_batch)
+        self._draws = Draws(key, spans, batch_size, poisson, shuffle, max_physical_batch)
         self._feed = feed
         self._own_generator = loader.generator is None
         self._template: Any = _END
@@ -91,6 +104,20 @@ class PrivateLoader(DataLoader[Any]):
 
     def __len__(self) -> int:
         return self.steps_per_epoch
+
+    @property
+    def span_steps(self) -> tuple[int, ...]:
+        """Logical batches of an epoch on each span of the stream; without one, of the whole epoch."""
+        return tuple(span.steps for span in self._draws.spans)
+
+    @property
+    def next_span(self) -> int | None:
+        """The span of the stream that the next pass starts with; None without a stream."""
+        return next((number for number, _ in self._draws.logical(self._next)), self._draws.spans[0].number)
+
+    def indices(self, span: int | None) -> np.ndarray | None:
+        """Where the units of a span are in the data set; None for all of it."""
+        return None if span is None else self._draws.spans[span].indices
 
     def state_dict(self) -> dict[str, int]:
         """The place behind the last logical batch that was yielded completely; prefetched ones do not count.
@@ -174,6 +201,16 @@ class PrivateLoader(DataLoader[Any]):
         if self._template is _END:
             self._template = empty_batch(self.dataset, self.collate_fn)
         return copy.deepcopy(self._template)
+
+
+def _spans(size: int, batch_size: int, drop_last: bool, stream: Stream | None) -> tuple[Span, ...]:
+    def steps(units: int) -> int:
+        return units // batch_size if drop_last else math.ceil(units / batch_size)
+
+    if stream is None:
+        return (Span(size, steps(size)),)
+    stream.refuse(size, batch_size)
+    return tuple(Span(len(where), steps(len(where)), where, number) for number, where in enumerate(stream.spans))
 
 
 class _Feed:

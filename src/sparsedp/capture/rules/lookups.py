@@ -93,7 +93,7 @@ def _embedding(capture: Capture, name: str, func: Callable, args: tuple, kwargs:
     table, first = _table(capture, name, bound["weight"])
     _refuse_lookup_options(capture, name, table, bound)
     ids = bound["input"]
-    out = F.embedding(ids, table.tensor.detach())
+    out = torch.embedding(table.tensor.detach(), ids)
     skip = bound.get("padding_idx")
     skip = None if skip is None else skip % table.tensor.shape[0]
     return _record_lookup(capture, name, table, first, ids, out, skip)
@@ -115,7 +115,7 @@ def _getitem(capture: Capture, name: str, func: Callable, args: tuple, kwargs: d
         raise NotThisForm
     wrapped = _wrapped(ids, table.tensor.shape[0])
     capture.place(wrapped, capture.axis(ids, name, table.names))
-    out = F.embedding(wrapped, table.tensor.detach())
+    out = torch.embedding(table.tensor.detach(), wrapped)
     return _record_lookup(capture, name, table, first, wrapped, out, None)
 
 

@@ -1,0 +1,231 @@
+"""Loops over the rows of lookups that torch has no single operation for, compiled by Numba for the CPU.
+
+Each is one function with a plain torch path beside it, which gives the same result up to rounding and which other
+devices run. Numba's own threads are not used: they would compete with torch's.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+_COMPILED_TYPES = (torch.float32, torch.float64)
+# Rows longer than this are read faster by torch's vectorised reduction.
+_SHORT_ROW = 128
+_NONE = np.empty(0, np.int64)
+
+
+def compiled(*tensors: Tensor) -> bool:
+    """Whether the compiled path can take these tensors."""
+    return all(
+        tensor.device.type == "cpu" and (tensor.dtype in _COMPILED_TYPES or not tensor.is_floating_point())
+        for tensor in tensors
+    )
+
+
+def group(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The distinct keys (R,), ascending; where each one's positions begin, (R + 1,); the positions by key, (P,).
+
+    `keys` (P,) are not negative. Positions of a key keep their order.
+    """
+    bits = max(1, keys.numel() - 1).bit_length()
+    if keys.device.type == "cpu" and keys.numel() and int(keys.max()) < 1 << (63 - bits):
+        # One sort of 64-bit numbers that hold key and position: numpy's is several times faster than an argsort.
+        packed = keys.numpy() << bits
+        packed |= np.arange(len(packed))
+        packed.sort()
+        positions = packed & ((1 << bits) - 1)
+        packed >>= bits
+        first = np.flatnonzero(np.concatenate(([True], packed[1:] != packed[:-1])))
+        edges = np.append(first, len(packed))
+        return torch.from_numpy(packed[first]), torch.from_numpy(edges), torch.from_numpy(positions)
+    ascending, order = torch.sort(keys, stable=True)
+    distinct, counts = torch.unique_consecutive(ascending, return_counts=True)
+    return distinct, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), order
+
+
+def repeated(values: Tensor, counts: Tensor) -> Tensor:
+    """values[i] counts[i] times, for each i."""
+    if compiled(values, counts):  # numpy's takes a quarter of the time of torch's
+        return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
+    return values.repeat_interleave(counts)
+
+
+def find(ascending: Tensor, wanted: Tensor) -> Tensor:
+    """The place of each of `wanted` in `ascending`, both ascending and distinct; -1 for what is not there."""
+    if compiled(ascending, wanted):
+        return torch.from_numpy(_find(ascending.numpy(), wanted.numpy()))
+    if ascending.numel() == 0:
+        return torch.full_like(wanted, -1)
+    at = torch.searchsorted(ascending, wanted).clamp_max(ascending.numel() - 1)
+    return at.masked_fill(ascending[at] != wanted, -1)
+
+
+def squared_rows(x: Tensor) -> Tensor:
+    """Squared norm of each row of x (n, d), float64. Beyond the range of float32, too."""
+    if x.ndim == 2 and x.shape[1] <= _SHORT_ROW and compiled(x):
+        flat, stride = _flat(x)
+        return torch.from_numpy(_squared_rows(flat, stride, *x.shape))
+    norms = torch.linalg.vector_norm(x, dim=-1).double()
+    if x.dtype != torch.float64:
+        # Rows whose squares leave float32's range are computed again with more of it.
+        odd = (~((norms > 1e-16) & (norms < 1e16))).nonzero(as_tuple=True)
+        if odd[0].numel():
+            norms[odd] = torch.linalg.vector_norm(x[odd].double(), dim=-1)
+    return norms.square()
+
+
+def add_rows(
+    out: Tensor, slots: Tensor, begin: Tensor, order: Tensor, first: int, grad: Tensor, source: Tensor | None,
+    factor: Tensor,
+) -> None:  # fmt: skip
+    """Adds to out[slots[r]] the sum over the positions n of row r of factor[n] * grad[source[n]], rows with slot -1 left out.
+
+    Row r has the positions order[begin[r] : begin[r + 1]] - first. `source` None: grad[n].
+    """
+    if compiled(out, grad, factor):
+        places = _NONE if source is None else source.numpy()
+        flat, stride = _flat(grad)
+        _add_rows(out.numpy(), slots.numpy(), begin.numpy(), order.numpy(), first, flat, stride, places, factor.numpy())
+        return
+    position = order[begin[0] : begin[-1]] - first
+    slot = slots.repeat_interleave(begin.diff())
+    kept = slot >= 0
+    position, slot = position[kept], slot[kept]
+    values = grad[position if source is None else source[position]].double() * factor[position, None].double()
+    total = torch.zeros(out.shape, dtype=torch.float64, device=out.device).index_add_(0, slot, values)
+    out.add_(total.to(out.dtype))
+
+
+def move_rows(table: Tensor, rows: Tensor, values: Tensor, step: float) -> None:
+    """table[rows] += step * values, in place; `rows` are distinct."""
+    if compiled(table, values) and table.is_contiguous():
+        width = table[:1].numel()
+        _move_rows(table.numpy().reshape(-1, width), rows.numpy(), values.numpy().reshape(-1, width), step)
+        torch.autograd.graph.increment_version(table)
+        return
+    table.index_add_(0, rows, values, alpha=step)
+
+
+def claim(since: Tensor, ids: Tensor, now: int) -> tuple[Tensor, Tensor]:
+    """The distinct ids whose `since` lies before `now`, and what it was; it becomes `now` for all of `ids`."""
+    if compiled(since, ids):
+        claimed = _claim(since.numpy(), ids.numpy(), now)
+        return torch.from_numpy(claimed[0]), torch.from_numpy(claimed[1])
+    rows = torch.unique(ids)
+    before = since[rows].long()
+    rows, before = rows[before < now], before[before < now]
+    since[rows] = now
+    return rows, before
+
+
+def add_scaled_rows(table: Tensor, rows: Tensor, values: Tensor, scale: Tensor) -> None:
+    """table[rows] += scale[:, None] * values, in place; `rows` are distinct."""
+    if compiled(table, values, scale) and table.is_contiguous():
+        width = table[:1].numel()
+        _add_scaled_rows(
+            table.numpy().reshape(-1, width), rows.numpy(), values.numpy().reshape(-1, width), scale.numpy()
+        )
+        torch.autograd.graph.increment_version(table)
+        return
+    table.index_add_(0, rows, values * scale.view(-1, *[1] * (values.ndim - 1)))
+
+
+def _flat(x: Tensor) -> tuple[np.ndarray, int]:
+    """x (n, d) as the memory it lies in and the distance of its rows, so that the compiler sees rows without gaps."""
+    if x.stride(1) != 1 or x.stride(0) < 0:
+        x = x.contiguous()
+    size = (x.shape[0] - 1) * x.stride(0) + x.shape[1] if x.numel() else 0
+    return x.as_strided((size,), (1,)).numpy(), x.stride(0)
+
+
+@njit(cache=True, nogil=True)
+def _find(ascending: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    at = np.full(len(wanted), -1, np.int64)
+    if len(ascending) > 16 * len(wanted):
+        places = np.searchsorted(ascending, wanted)
+        for i in range(len(wanted)):
+            if places[i] < len(ascending) and ascending[places[i]] == wanted[i]:
+                at[i] = places[i]
+        return at
+    k = 0
+    for i in range(len(wanted)):
+        while k < len(ascending) and ascending[k] < wanted[i]:
+            k += 1
+        if k < len(ascending) and ascending[k] == wanted[i]:
+            at[i] = k
+    return at
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc"})
+def _squared_rows(x: np.ndarray, stride: int, rows: int, width: int) -> np.ndarray:
+    squares = np.empty(rows, np.float64)
+    for i in range(rows):
+        total = 0.0
+        row = x[i * stride : i * stride + width]
+        for j in range(width):
+            value = np.float64(row[j])
+            total += value * value
+        squares[i] = total
+    return squares
+
+
+@njit(cache=True, nogil=True)
+def _add_rows(
+    out: np.ndarray, slots: np.ndarray, begin: np.ndarray, order: np.ndarray, first: int, grad: np.ndarray,
+    stride: int, source: np.ndarray, factor: np.ndarray,
+) -> None:  # fmt: skip
+    width = out.shape[1]
+    total = np.empty(width, np.float64)
+    for r in range(len(slots)):
+        slot = slots[r]
+        if slot < 0:
+            continue
+        row = out[slot]
+        if begin[r + 1] == begin[r] + 1:  # the commonest: nothing to add up
+            position = order[begin[r]] - first
+            scale = factor[position]
+            at = (source[position] if len(source) else position) * stride
+            for j in range(width):
+                row[j] += scale * grad[at + j]
+            continue
+        total[:] = 0.0
+        for k in range(begin[r], begin[r + 1]):
+            position = order[k] - first
+            scale = np.float64(factor[position])
+            at = (source[position] if len(source) else position) * stride
+            for j in range(width):
+                total[j] += scale * grad[at + j]
+        for j in range(width):
+            row[j] += total[j]
+
+
+@njit(cache=True, nogil=True)
+def _move_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray, step: float) -> None:
+    for i in range(len(rows)):
+        row, value = table[rows[i]], values[i]
+        for j in range(len(row)):
+            row[j] += step * value[j]
+
+
+@njit(cache=True, nogil=True)
+def _claim(since: np.ndarray, ids: np.ndarray, now: int) -> tuple[np.ndarray, np.ndarray]:
+    rows, before = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
+    count = 0
+    for i in range(len(ids)):
+        row = ids[i]
+        if since[row] < now:
+            rows[count], before[count] = row, since[row]
+            since[row] = now
+            count += 1
+    return rows[:count], before[:count]
+
+
+@njit(cache=True, nogil=True)
+def _add_scaled_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray, scale: np.ndarray) -> None:
+    for i in range(len(rows)):
+        row, value = table[rows[i]], values[i]
+        for j in range(len(row)):
+            row[j] += scale[i] * value[j]

@@ -1,0 +1,148 @@
+"""Rows of several tables in one numbering, and the lookups of a batch grouped by them.
+
+Tables are laid end to end: table t's row j is global row `starts[t] + j`. Whatever is done to each touched row
+(counting, selecting, adding up) is done once for all tables, instead of once per table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsedp.capture import kernels
+from sparsedp.capture.uses import Lookup, ParameterUses, RowNorms, merge_lookups
+
+
+@dataclass(frozen=True)
+class RowSpace:
+    """The tables, end to end. 64-bit arithmetic: up to 2^62 rows in all."""
+
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(tables: Mapping[str, Tensor]) -> RowSpace:
+        names = tuple(sorted(tables))
+        return RowSpace(names, tuple(tables[name].shape[0] for name in names))
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return (0, *accumulate(self.sizes))[:-1]
+
+    @property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    def split(self, rows: Tensor) -> dict[str, Tensor]:
+        """Ascending global rows as rows of each table."""
+        edges = self.edges(rows)
+        return {name: rows[begin:end] - start for name, start, (begin, end) in zip(self.names, self.starts, edges)}
+
+    def edges(self, rows: Tensor) -> list[tuple[int, int]]:
+        """For each table the part of ascending global rows that is its own: where it begins and ends."""
+        at = torch.searchsorted(rows, torch.tensor([*self.starts, self.size], device=rows.device)).tolist()
+        return list(pairwise(at))
+
+    def join(self, rows: Mapping[str, Tensor]) -> Tensor:
+        """Rows of each table, ascending, as ascending global rows."""
+        parts = [rows[name] + start for name, start in zip(self.names, self.starts) if name in rows]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+
+
+class TouchedRows:
+    """The lookups of the tables that a physical batch uses by lookups alone, grouped by row.
+
+    Positions are numbered over all tables; padding is left out.
+    """
+
+    def __init__(self, uses: Mapping[str, ParameterUses], space: RowSpace, units: int) -> None:
+        self.space = space
+        self.units = units
+        self.lookups: dict[str, Lookup] = {}
+        self.whole: list[str] = []  # tables that are used otherwise, too, such as by a full softmax: all of their rows
+        for name in space.names:
+            if name in uses and (uses[name].linears or uses[name].builts):
+                self.whole.append(name)
+            elif name in uses:
+                self.lookups[name] = merge_lookups(uses[name].lookups)
+        lengths = [lookup.ids.numel() for lookup in self.lookups.values()]
+        self._firsts = dict(zip(self.lookups, (0, *accumulate(lengths))))
+        self._count = sum(lengths)
+        ids = torch.cat([lookup.ids for lookup in self.lookups.values()] or [torch.empty(0, dtype=torch.long)])
+        starts = dict(zip(space.names, space.starts))
+        shifts = ids.new_tensor([starts[name] for name in self.lookups])
+        keys = ids + kernels.repeated(shifts, ids.new_tensor(lengths))
+        self._used: Tensor | None = None  # the positions that are not padding; None if all are used
+        if self._count and int(ids.min()) < 0:
+            self._used = (ids >= 0).nonzero().squeeze(1)
+            keys = keys[self._used]
+        self.rows, self.begin, order = kernels.group(keys)  # the distinct global rows; see `group`
+        self.order = order if self._used is None else self._used[order]
+        self._edges = dict(zip(space.names, space.edges(self.rows)))
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """The distinct (unit, index into `rows`) pairs: two tensors of equal length."""
+        if not self.lookups:
+            return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
+        row = kernels.repeated(torch.arange(self.rows.numel(), device=self.rows.device), self.begin.diff())
+        unit = torch.cat([lookup.units for lookup in self.lookups.values()])[self.order]
+        if all(lookup.one_each for lookup in self.lookups.values()):
+            return unit, row
+        distinct, _, _ = kernels.group(row * self.units + unit)
+        return distinct % self.units, distinct // self.units
+
+    def of(self, name: str) -> Tensor:
+        """The touched rows of one table, distinct and ascending."""
+        begin, end = self._edges[name]
+        return self.rows[begin:end] - self.space.starts[self.space.names.index(name)]
+
+    def slots(self, selection: Mapping[str, Tensor]) -> Tensor:
+        """The place of each of `rows` among the selected rows of its table; -1 if it is not selected."""
+        chosen = self.space.join(selection)
+        at = kernels.find(chosen, self.rows)
+        for (begin, end), (first, _) in zip(self._edges.values(), self.space.edges(chosen)):
+            if first:
+                at[begin:end].sub_(first).clamp_min_(-1)
+        return at
+
+    def squared_norms(self, slots: Tensor | None, known: RowNorms) -> OnceNorms | None:
+        """For the tables of which every unit uses one row, or none."""
+        names = [name for name, lookup in self.lookups.items() if lookup.one_each]
+        if not names:
+            return None
+        every = torch.stack([known.squared(self.lookups[name].grad) for name in names])
+        if slots is None and self._used is None:
+            return OnceNorms(names, every, every)
+        kept = torch.zeros(self._count, dtype=torch.bool, device=every.device)
+        kept[self.order] = True if slots is None else kernels.repeated(slots >= 0, self.begin.diff())
+        mine = torch.stack([kept[first : first + self.units] for first in map(self._firsts.__getitem__, names)])
+        return OnceNorms(names, every, every.masked_fill(~mine, 0))
+
+    def add_weighted_sum(self, name: str, out: Tensor, slots: Tensor | None, factors: Tensor) -> None:
+        """Adds the sum over units of factor times gradient to `out`.
+
+        `out` holds the selected rows of the table, which `slots` refer to; without slots, all of its rows.
+        """
+        lookup = self.lookups[name]
+        begin, end = self._edges[name]
+        factor = factors if lookup.one_each else factors[lookup.units]
+        if lookup.weight is not None:
+            factor = factor * lookup.weight
+        places = self.of(name) if slots is None else slots[begin:end]
+        kernels.add_rows(
+            out.view(-1, lookup.grad.shape[1]), places, self.begin[begin : end + 1], self.order, self._firsts[name],
+            lookup.grad, lookup.source, factor,
+        )  # fmt: skip
+
+
+class OnceNorms(NamedTuple):
+    """Squared norms per unit of some tables, (tables, B), float64: of all rows, and of the selected ones."""
+
+    names: list[str]
+    every: Tensor
+    selected: Tensor

@@ -1,0 +1,351 @@
+"""What a sweep is configured by, and the runs that it stands for. `sweeps/demo.yaml` explains the keys."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import itertools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import nn
+
+from sparsedp.cli.assemble import find_callable, make_loss, make_optimizer
+from sparsedp.cli.config import Config, NotNegative, OwnData, OwnModel, Positive, Seed
+from sparsedp.cli.load import find_config, make_config, parse_yaml, put, put_text, read_values
+from sparsedp.cli.schema import SchemaError, build, keys_of, suggestion
+from sparsedp.errors import ConfigError
+
+BUNDLED_SWEEPS = Path(__file__).parent / "sweeps"
+FROZEN, NON_PRIVATE = "frozen", "non_private"
+# What `seeds` decides, so that no other part of a sweep may.
+_OF_SEEDS = {"training.init_seed", "training.seed", "name"}
+_LONGEST_ID = 150
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs of one kind: a variant or a control."""
+
+    set: dict[str, Any] = field(default_factory=dict)
+    grid: dict[str, Any] = field(default_factory=dict)
+    # The axes of the sweep's `over` that it is run along: all, none or some. Null: all, and for the
+    # non-private control those that are not about privacy.
+    over: bool | list[str] | None = None
+
+
+@dataclass(frozen=True)
+class Controls:
+    """What every comparison of utility needs beside it; null leaves one out."""
+
+    non_private: Group | None = Group()
+    frozen: Group | None = Group()
+
+
+@dataclass(frozen=True)
+class Sweep:
+    base: str
+    reference: str
+    variants: dict[str, Any]
+    name: str
+    set: dict[str, Any] = field(default_factory=dict)
+    seeds: list[Seed] = field(default_factory=lambda: [0])
+    seeded: bool = False
+    over: dict[str, Any] = field(default_factory=dict)
+    controls: Controls = Controls()
+    metric: Literal["auc", "log_loss", "loss"] | None = None
+    losses: list[Positive] = field(default_factory=lambda: [0.001, 0.005, 0.01])
+    margin: NotNegative = 0.01
+
+    def __post_init__(self) -> None:
+        if not self.name or any(c in self.name for c in "/\\\0"):
+            raise SchemaError(
+                "name", f"names the sweep's folder, so it must not be empty or hold a slash; got {self.name!r}"
+            )
+        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
+            raise SchemaError("seeds", f"expected at least one seed, and none twice; got {self.seeds}")
+        if not self.losses:
+            raise SchemaError("losses", "expected at least one utility loss, such as 0.005")
+        if not self.variants:
+            raise SchemaError("variants", "expected at least one variant")
+        taken = [name for name in self.variants if name in keys_of(Controls)]
+        if taken:
+            raise SchemaError(f"variants.{taken[0]}", "a control has this name; choose another one")
+        groups = self.groups()
+        if self.reference not in self.variants:
+            names = ", ".join(self.variants)
+            raise SchemaError(
+                "reference",
+                f"expected one of the variants ({names}); got {self.reference!r}"
+                f"{suggestion(self.reference, self.variants)}",
+            )
+        _check_changes(self.set, "set")
+        _check_axes(self.over, "over")
+        for name, group in groups.items():
+            where = f"{self.section(name)}.{name}"
+            _check_changes(group.set, f"{where}.set")
+            _check_axes(group.grid, f"{where}.grid")
+            self._check_order(name, group, where)
+
+    def groups(self) -> dict[str, Group]:
+        """Controls, the reference, then the other variants."""
+        variants = {name: build(Group, given or {}, f"variants.{name}") for name, given in self.variants.items()}
+        first = {name: variants[name] for name in variants if name == self.reference}
+        controls = {name: getattr(self.controls, name) for name in keys_of(Controls)}
+        return {**{name: group for name, group in controls.items() if group is not None}, **first, **variants}
+
+    def section(self, name: str) -> str:
+        return "variants" if name in self.variants else "controls"
+
+    def axes(self, name: str, group: Group) -> dict[str, list[Any]]:
+        """The part of `over` that a group is run along."""
+        if group.over is None:
+            chosen = [key for key in self.over if name != NON_PRIVATE or not key.startswith("privacy.")]
+        elif isinstance(group.over, bool):
+            chosen = list(self.over) if group.over else []
+        else:
+            chosen = group.over
+        return {key: self.over[key] for key in chosen}
+
+    def _check_order(self, name: str, group: Group, where: str) -> None:
+        """Refuses a key that a later part of the sweep overwrites: its values would mean nothing."""
+        if isinstance(group.over, list):
+            for key in group.over:
+                if key not in self.over:
+                    problem = f"expected keys of the sweep's own over ({', '.join(self.over)}); got {key!r}"
+                    raise SchemaError(f"{where}.over", problem + suggestion(key, self.over))
+        parts = {f"{where}.set": group.set, "over": self.axes(name, group), f"{where}.grid": group.grid}
+        for (early, before), (late, after) in itertools.combinations(parts.items(), 2):
+            for key, other in itertools.product(before, after):
+                if _covers(other, key):
+                    hint = f"; with over: false, {name} is run once" if late == "over" else ""
+                    raise SchemaError(late, f"{other} would overwrite {key} of {early}: give it in one place{hint}")
+
+    def points(self) -> list[dict[str, Any]]:
+        """Each combination of values of `over`; one without values if it is empty."""
+        return list(_combinations(self.over))
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """One run: its group, where on the axes it lies, its own settings, its seed, and its whole configuration."""
+
+    id: str
+    group: str
+    point: dict[str, Any]  # may lack axes that the group is not run along: then it counts for all of their values
+    settings: dict[str, Any]
+    seed: int
+    config: Config
+
+    @property
+    def data_key(self) -> str:
+        """The same for runs that can share their data."""
+        values = self.config.to_dict()
+        # A user's own data may be drawn with torch's generator, which the seeds set.
+        seeds = [self.config.training.seed, self.config.training.init_seed]
+        own = seeds if isinstance(self.config.data, OwnData) else None
+        return json.dumps([values["data"], own], sort_keys=True, default=str)
+
+
+def sweep_names() -> list[str]:
+    return sorted(path.stem for path in BUNDLED_SWEEPS.glob("*.yaml"))
+
+
+def find_sweep(source: str | Path) -> Path:
+    path = Path(source)
+    if path.is_file():
+        return path
+    if str(source) in sweep_names():
+        return BUNDLED_SWEEPS / f"{source}.yaml"
+    names = ", ".join(sweep_names())
+    raise ConfigError(
+        f"{source} is neither a file nor a bundled sweep ({names}){suggestion(str(source), sweep_names())}"
+    )
+
+
+def load_sweep(source: str | Path) -> tuple[Sweep, Path]:
+    """The sweep in a file, or the bundled one of that name, and where it was found."""
+    path = find_sweep(source)
+    try:
+        values = parse_yaml(path.read_text(), str(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: expected a mapping with the keys {', '.join(keys_of(Sweep))}")
+    values.setdefault("name", path.stem)
+    try:
+        return build(Sweep, values), path
+    except SchemaError as error:
+        raise ConfigError(f"{path.name}: {error}") from None
+
+
+def expand(sweep: Sweep, path: Path, overrides: Sequence[str] = ()) -> list[SweepRun]:
+    """Every run of the sweep in the file `path`, checked. `overrides` are key=value changes for all of them.
+
+    They are put together in this order, each part on top of those before it: the base, `set`, overrides, what makes a
+    control one, the group's `set`, a point of `over`, a point of `grid`, the seed.
+    """
+    beside = path.parent / sweep.base
+    base = read_values(beside if beside.is_file() else find_config(sweep.base))
+    where = {}
+    for key, value in sweep.set.items():
+        where[key] = f"{path.name}: set.{key}"
+        put(base, key, copy.deepcopy(value), where[key])
+    groups = sweep.groups()
+    for text in overrides:
+        key = put_text(base, text)
+        _refuse_ignored(key, sweep, groups)
+        where[key] = f"--set {key}"
+    names = _short_names([*sweep.over, *(key for group in groups.values() for key in group.grid)])
+    runs = []
+    for seed, (name, group) in itertools.product(sweep.seeds, groups.items()):
+        here = f"{path.name}: {sweep.section(name)}.{name}"
+        for point in _combinations(sweep.axes(name, group)):
+            for settings in _combinations(group.grid):
+                values = copy.deepcopy(base)
+                changed = dict(where)
+                parts = {
+                    here: _built_in(name, values),
+                    f"{here}.set": group.set,
+                    f"{path.name}: over": point,
+                    f"{here}.grid": settings,
+                }
+                for part, changes in parts.items():
+                    for key, value in changes.items():
+                        changed[key] = f"{part}.{key}"
+                        put(values, key, copy.deepcopy(value), changed[key])
+                id = _run_id(name, {**point, **settings}, seed, names)
+                put(values, "training.init_seed", seed, here)
+                put(values, "training.seed", seed if sweep.seeded else None, here)
+                values["name"] = id
+                runs.append(SweepRun(id, name, point, settings, seed, make_config(values, path.name, changed)))
+    _check(runs)
+    first: dict[str, int] = {}
+    for run in runs:
+        first.setdefault(run.data_key, len(first))
+    return sorted(runs, key=lambda run: first[run.data_key])  # stable: otherwise seed by seed
+
+
+def _built_in(name: str, values: dict[str, Any]) -> dict[str, Any]:
+    """What makes a control one, for the values of its base."""
+    if name == FROZEN:
+        return {"model.freeze_tables": True, "privacy.mechanism": {"name": "dpsgd"}}
+    if name != NON_PRIVATE:
+        return {}
+    optimizer = values.get("optimizer")
+    optimizer = optimizer if isinstance(optimizer, Mapping) else {}
+    options = optimizer.get("options") or {}
+    # Without noise, EANA is plain row-sparse training. Where an optimizer needs dense gradients, DP-SGD gives the same.
+    rows = optimizer.get("name") in ("SGD", "Adagrad", "SparseAdam") and not options.get("weight_decay")
+    return {
+        "privacy.target_epsilon": None,
+        "privacy.noise_multiplier": 0,
+        "privacy.max_grad_norm": 1e9,  # never clips
+        "privacy.clipping": "flat",
+        "privacy.mechanism": {"name": "eana" if rows else "dpsgd"},
+    }
+
+
+def _check(runs: list[SweepRun]) -> None:
+    """What can be known to fail without reading the data."""
+    known: dict[str, str] = {}
+    for run in runs:
+        if run.id in known:
+            raise ConfigError(f"two runs have the name {run.id}: a value stands twice in over or in a grid")
+        known[run.id] = run.id
+    seen = set()
+    for run in runs:
+        config = run.config
+        if not getattr(config.data, "held_out", True):
+            raise ConfigError(
+                f"{run.id}: data.held_out is {getattr(config.data, 'held_out', None)}; a sweep compares utility on held-out data"
+            )
+        parts = json.dumps([config.to_dict()[key] for key in ("data", "model", "loss", "optimizer")], default=str)
+        if parts in seen:
+            continue
+        seen.add(parts)
+        try:
+            make_optimizer(config, nn.Linear(1, 1))
+            make_loss(config)
+            if isinstance(config.data, OwnData):
+                find_callable(config.data.kind, "data.kind")
+            if isinstance(config.model, OwnModel):
+                find_callable(config.model.kind, "model.kind")
+        except ConfigError as error:
+            raise ConfigError(f"{run.id}: {error}") from None
+
+
+def _check_changes(changes: Mapping[str, Any], where: str) -> None:
+    for key in changes:
+        if not all(key.split(".")):
+            raise SchemaError(where, f"expected full keys such as training.epochs; got {key!r}")
+        if any(_covers(key, other) for other in _OF_SEEDS):
+            raise SchemaError(f"{where}.{key}", "the sweep's seeds and names decide it; leave it out")
+
+
+def _check_axes(axes: Mapping[str, Any], where: str) -> None:
+    _check_changes(axes, where)
+    for key, values in axes.items():
+        if not isinstance(values, list) or not values:
+            raise SchemaError(f"{where}.{key}", f"expected a list of at least one value; got {values!r}")
+        if any(value in values[:i] for i, value in enumerate(values)):
+            raise SchemaError(f"{where}.{key}", f"a value stands here twice: {values}")
+    for key, other in itertools.permutations(axes, 2):
+        if _covers(key, other):
+            raise SchemaError(f"{where}.{key}", f"overlaps with {other}")
+
+
+def _refuse_ignored(key: str, sweep: Sweep, groups: Mapping[str, Group]) -> None:
+    """A change from the command line that some part of the sweep would overwrite."""
+    parts = {"over": sweep.over}
+    for name, group in groups.items():
+        parts[f"{sweep.section(name)}.{name}.set"] = group.set
+        parts[f"{sweep.section(name)}.{name}.grid"] = group.grid
+    for where, changes in parts.items():
+        for other in changes:
+            if _covers(other, key):
+                raise ConfigError(f"--set {key}: {where} of the sweep sets {other}; change it there")
+    if any(_covers(other, key) or _covers(key, other) for other in _OF_SEEDS):
+        raise ConfigError(f"--set {key}: the sweep's seeds and names decide it")
+
+
+def _covers(key: str, other: str) -> bool:
+    """Whether giving `key` gives `other` too."""
+    return f"{other}.".startswith(f"{key}.")
+
+
+def _combinations(axes: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*axes.values()):
+        yield dict(zip(axes, values))
+
+
+def _short_names(keys: Sequence[str]) -> dict[str, str]:
+    """The last part of each key, or all of it where two keys share their last part."""
+    leaves = {key: key.rpartition(".")[2] for key in keys}
+    shared = [leaf for leaf in leaves.values() if list(leaves.values()).count(leaf) > 1]
+    return {key: key if leaf in shared else leaf for key, leaf in leaves.items()}
+
+
+def _run_id(group: str, settings: Mapping[str, Any], seed: int, names: Mapping[str, str]) -> str:
+    """A name that says what the run is, and that any file system takes."""
+    parts = [group, *(f"{names[key]}={describe(value)}" for key, value in settings.items()), f"seed={seed}"]
+    id = re.sub(r"[^A-Za-z0-9._=,+-]", "_", ",".join(parts))
+    whole = json.dumps([group, dict(settings), seed], sort_keys=True, default=str)
+    if len(id) > _LONGEST_ID or id.startswith("."):
+        return f"{id[: _LONGEST_ID - 10].lstrip('.')}-{hashlib.sha256(whole.encode()).hexdigest()[:9]}"
+    return id
+
+
+def describe(value: Any) -> str:
+    """A setting's value in a few characters."""
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    if isinstance(value, Mapping):
+        return "{" + " ".join(f"{key}={describe(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + " ".join(map(describe, value)) + "]"
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,155 @@
+"""Stands before a lazy table's weights: whatever torch operation reads them, they are settled first.
+
+A guarded table is the same parameter object with another class, so that torch calls `__torch_function__` for every
+operation on it: `state_dict`, `deepcopy`, pickling, `.to()`, export, printing. What shares its memory (`.data`, `.detach()`,
+a slice, the values of a `state_dict`) is guarded too, because training may go on before it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sparsedp.lazy.tables import LazyTables
+
+# What tells something about a tensor, but nothing of its values.
+_METADATA = {
+    "size", "dim", "numel", "nelement", "ndimension", "stride", "storage_offset", "is_contiguous", "element_size", "__len__",
+    "is_floating_point", "is_complex", "get_device", "register_hook", "register_post_accumulate_grad_hook", "retain_grad",
+    "requires_grad_", "__hash__", "is_same_size", "has_names", "is_pinned", "is_shared", "is_signed", "is_inference",
+}  # fmt: skip
+# Attributes that are other views of the values. All others, such as shape and grad, are not.
+_VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
+
+
+class _Guarded:
+    """What guarded tables and their aliases share."""
+
+    lazy_tables: LazyTables
+    lazy_name: str
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        guarded = list(_guarded_in((args, kwargs)))
+        if not _is_metadata(func):
+            settle_before(func, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+            return _with_aliases_guarded(out, guarded)
+
+    def as_subclass(self, cls: type) -> Any:
+        """torch does not ask `__torch_function__` about this one."""
+        self.lazy_tables.settle_all([self.lazy_name])
+        with torch._C.DisableTorchFunctionSubclass():
+            return _with_aliases_guarded(torch.Tensor.as_subclass(self, cls), [self])  # type: ignore[arg-type]
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        """An ordinary tensor with settled values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            self.lazy_tables.settle_all([self.lazy_name])
+            copy = _plain(self).clone()
+            found: Tensor = nn.Parameter(copy, self.requires_grad) if isinstance(self, LazyTable) else copy
+        memo[id(self)] = found
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        self.lazy_tables.settle_all([self.lazy_name])
+        with torch._C.DisableTorchFunctionSubclass():
+            plain = _plain(self)
+            found: Tensor = nn.Parameter(plain, self.requires_grad) if isinstance(self, LazyTable) else plain
+            return found.__reduce_ex__(protocol)
+
+
+class LazyTable(_Guarded, nn.Parameter):
+    """A table that is owed noise. `guard` turns a parameter into one."""
+
+
+class LazyAlias(_Guarded, torch.Tensor):
+    """Something that shares its memory with a lazy table."""
+
+
+def guard(parameter: nn.Parameter, tables: LazyTables, name: str) -> None:
+    parameter.__class__ = LazyTable
+    parameter.lazy_tables, parameter.lazy_name = tables, name  # type: ignore[attr-defined]
+
+
+def unguard(parameter: nn.Parameter) -> None:
+    """Makes a settled table an ordinary parameter again."""
+    if isinstance(parameter, LazyTable):
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        del parameter.lazy_tables, parameter.lazy_name
+
+
+def settle_before(func: Callable, args: tuple, kwargs: dict) -> None:
+    """Settles what an operation is about to read: the rows that it looks up, or all rows."""
+    for tensor in _guarded_in((args, kwargs)):
+        ids = looked_up(func, args, kwargs, tensor)
+        if ids is None:
+            tensor.lazy_tables.settle_all([tensor.lazy_name])
+        else:
+            tensor.lazy_tables.settle(tensor.lazy_name, ids)
+
+
+def looked_up(func: Callable, args: tuple, kwargs: dict, table: Any) -> Tensor | None:
+    """The rows that a lookup in `table` reads; None if it is not a lookup, or one that is not recognised."""
+    if not isinstance(table, LazyTable):
+        return None
+    ids: Any = None
+    if func in (F.embedding, F.embedding_bag):
+        given = dict(zip(("input", "weight"), args), **kwargs)
+        ids = given["input"] if given["weight"] is table else None
+    elif func in (torch.embedding, torch.embedding_bag, Tensor.__getitem__) and args and args[0] is table:
+        ids = args[1]
+    elif func in (torch.index_select, Tensor.index_select) and args[0] is table and len(args) == 3 and args[1] == 0:
+        ids = args[2]
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        ids = ids.detach().long()
+        inside = ids.numel() == 0 or bool(((ids >= 0) & (ids < table.shape[0])).all())
+    return ids if inside else None  # negative ids count from the end; ids out of range are torch's to refuse
+
+
+def _is_metadata(func: Callable) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _VALUES
+    if name == "__set__":
+        return getattr(getattr(func, "__self__", None), "__name__", "") != "data"
+    return name in _METADATA
+
+
+def _guarded_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, _Guarded):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _guarded_in(item)
+    elif isinstance(value, dict):
+        yield from _guarded_in(list(value.values()))
+
+
+def _with_aliases_guarded(out: Any, guarded: list[Any]) -> Any:
+    if isinstance(out, _Guarded) or not guarded:
+        return out
+    if isinstance(out, Tensor) and out.layout == torch.strided:
+        memory = out.untyped_storage().data_ptr()
+        for table in guarded:
+            if memory and memory == table.untyped_storage().data_ptr():
+                alias = torch.Tensor.as_subclass(out, LazyAlias)
+                alias.lazy_tables, alias.lazy_name = table.lazy_tables, table.lazy_name
+                return alias
+        return out
+    if type(out) in (tuple, list):
+        return type(out)(_with_aliases_guarded(item, guarded) for item in out)
+    return out
+
+
+def _plain(tensor: Any) -> Tensor:
+    """The same memory as an ordinary tensor, without history. Call with torch functions of subclasses disabled."""
+    return torch.Tensor.as_subclass(tensor.detach(), torch.Tensor)

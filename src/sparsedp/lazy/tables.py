@@ -1,0 +1,257 @@
+"""The tables of a LazyDP run: which rows are owed noise, and settling them (LazyDP, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.optim import SGD
+
+from sparsedp.capture import kernels
+from sparsedp.errors import UnsupportedError
+from sparsedp.lazy.pace import Coefficients, Pace
+from sparsedp.noise import RandomKey, row_normals
+
+# Elements of a table that are settled together, and from how many on a progress bar is shown.
+_CHUNK, _LONG = 1 << 21, 1 << 27
+# Purposes of a table's key: the noise of one step, the noise of several in one draw, and its part for the momentum.
+STEP, _AGGREGATED, _MOMENTUM = 0, 1, 2
+
+
+@dataclass
+class _Table:
+    index: int  # in the noise's key
+    parameter: nn.Parameter
+    since: Tensor  # int32 (rows,): the step of its group's pace up to which a row is settled
+    settled: int = 0  # the latest step of the pace at which all rows were
+    awake: bool = True  # frozen tables get no noise
+
+
+@dataclass
+class _Group:
+    """Tables of one parameter group of the optimizer, which moves all of their rows alike."""
+
+    optimizer: SGD
+    index: int  # of the parameter group
+    tables: dict[str, _Table]
+    first: int  # the run's step at which the pace began
+    pace: Pace = field(default_factory=Pace)
+    steps: list[Coefficients] = field(default_factory=list)  # of the pace; kept if noise is not aggregated
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """Of the step at hand: a schedule or a hand may have changed the learning rate."""
+        own = self.optimizer.param_groups[self.index]  # load_state_dict makes new ones
+        return Coefficients.of(
+            float(own["lr"]), float(own["momentum"]), float(own["weight_decay"]), own["nesterov"], own["maximize"]
+        )
+
+
+class LazyTables:
+    """Owns the rows of a run's tables: settles them before they are read, and lets them take their gradients.
+
+    `std` is the deviation of a step's noise on the averaged gradient. With `aggregate` a row's pending noise is one draw,
+    otherwise the sum of what eager DP-SGD would have drawn step by step.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], optimizer: SGD, key: Callable[[], RandomKey], std: float,
+        aggregate: bool, steps: Callable[[], int],
+    ) -> None:  # fmt: skip
+        """`parameters` are the tables by name; `key()` is the noise's key; `steps()` the run's steps so far."""
+        self._optimizer = optimizer
+        self._key, self._std, self._aggregate, self._steps = key, std, aggregate, steps
+        tables = {
+            name: _Table(index, parameter, torch.zeros(len(parameter), dtype=torch.int32))
+            for index, (name, parameter) in enumerate(parameters.items())
+        }
+        self._groups = []
+        for index, settings in enumerate(optimizer.param_groups):
+            held = {id(parameter) for parameter in settings["params"]}
+            mine = {name: table for name, table in tables.items() if id(table.parameter) in held}
+            self._groups.append(_Group(optimizer, index, mine, steps()))
+        self._group_of = {name: group for group in self._groups for name in group.tables}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._group_of
+
+    # ------------------------------------------------------------------ before a read
+
+    def settle(self, name: str, ids: Tensor) -> None:
+        """Gives the rows `ids` of a table the noise that they are owed. Any shape; repeated ids are settled once."""
+        group = self._group_of[name]
+        table = group.tables[name]
+        if table.settled < group.pace.steps and table.awake:
+            rows, since = kernels.claim(table.since, ids.reshape(-1), group.pace.steps)
+            self._move(group, table, rows, since)
+
+    def settle_all(self, names: Collection[str] | None = None) -> None:
+        """Settles all rows of some tables, or of all."""
+        for name, group in self._group_of.items():
+            table = group.tables[name]
+            if (names is None or name in names) and table.awake and table.settled < group.pace.steps:
+                self._settle_table(name, group, table)
+
+    def pending(self) -> dict[str, int]:
+        """How many rows of each table are owed noise."""
+        return {
+            name: int((group.tables[name].since < group.pace.steps).sum()) if group.tables[name].awake else 0
+            for name, group in self._group_of.items()
+        }
+
+    def forget(self) -> None:
+        """Takes all rows as settled, because their weights were replaced."""
+        for group in self._groups:
+            self._restart(group)
+
+    def _settle_table(self, name: str, group: _Group, table: _Table) -> None:
+        rows, width = len(table.since), table.parameter.shape[1:].numel()
+        step = max(1, _CHUNK // max(1, width))
+        with _progress(f"settling {name}", rows, rows * width > _LONG) as advance:
+            for first in range(0, rows, step):
+                ids = torch.arange(first, min(first + step, rows))
+                self._move(group, table, *kernels.claim(table.since, ids, group.pace.steps))
+                advance(len(ids))
+        table.settled = group.pace.steps
+
+    def _restart(self, group: _Group) -> None:
+        group.pace.restart()
+        group.steps.clear()
+        group.first = self._steps()
+        for table in group.tables.values():
+            table.since.zero_()
+            table.settled = 0
+
+    # ------------------------------------------------------------------ settling rows
+
+    def _move(self, group: _Group, table: _Table, rows: Tensor, since: Tensor) -> None:
+        """Takes rows that are settled up to the steps `since` to the present."""
+        if rows.numel() == 0:
+            return
+        before = since.numpy()
+        # Settling is no change of the weights: to whoever reads them, they always had this noise.
+        unchanged = _unsafe_preserve_version_counter(table.parameter)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), unchanged:
+            weight = table.parameter.detach()
+            momentum = self._momentum(table) if group.pace.has_momentum else None
+            _drift(group.pace.transition(before), weight, momentum, rows)
+            if self._std == 0:
+                return
+            if self._aggregate:
+                self._add_aggregated(group, table, weight, momentum, rows, before)
+            else:
+                self._add_one_by_one(group, table, weight, momentum, rows, before)
+
+    def _add_aggregated(
+        self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor | None, rows: Tensor, since: np.ndarray
+    ) -> None:
+        """One draw with the variance, or covariance, of all steps that are pending."""
+        now = group.first + group.pace.steps
+        deviation = [_scale(part, weight) for part in self._std * group.pace.deviation(since)]
+        noise = row_normals(self._key().child(_AGGREGATED, table.index, now), rows, weight)
+        kernels.add_scaled_rows(weight, rows, noise, deviation[0])
+        if momentum is not None:
+            kernels.add_scaled_rows(momentum, rows, noise, deviation[1])
+            rest = row_normals(self._key().child(_MOMENTUM, table.index, now), rows, weight)
+            kernels.add_scaled_rows(momentum, rows, rest, deviation[2])
+
+    def _add_one_by_one(
+        self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor | None, rows: Tensor, since: np.ndarray
+    ) -> None:
+        """The noise of each pending step, as eager DP-SGD would have drawn it."""
+        for step in range(int(since.min()), group.pace.steps):
+            mine = rows[torch.from_numpy(since <= step)]
+            noise = row_normals(self._key().child(STEP, table.index, group.first + step), mine, weight)
+            for state, share in zip((weight, momentum), group.pace.impulse(group.steps, step)):
+                if state is not None:
+                    kernels.move_rows(state, mine, noise, self._std * share)
+
+    def _momentum(self, table: _Table) -> Tensor:
+        """torch's momentum buffer of a table, which it would make at the first step."""
+        state = self._optimizer.state[table.parameter]
+        if state.get("momentum_buffer") is None:
+            with torch._C.DisableTorchFunctionSubclass():
+                state["momentum_buffer"] = torch.zeros_like(table.parameter.detach())
+        return state["momentum_buffer"]
+
+    # ------------------------------------------------------------------ a step
+
+    def begin(self, trained: Collection[str]) -> None:
+        """Before a step: checks that it can be taken lazily, and settles what has to be settled for it.
+
+        `trained` names the tables that are not frozen. One that was frozen since is owed nothing for that time.
+        """
+        for group in self._groups:
+            step = group.coefficients
+            if any(name in trained for name in group.tables) and step.pull_back() is None:
+                raise UnsupportedError(
+                    "LazyDP cannot take a step with a learning rate times weight decay close to 1, or with a momentum close "
+                    "to 0 but not 0. Change one of them."
+                )
+            falling_asleep = [name for name, table in group.tables.items() if table.awake and name not in trained]
+            self.settle_all(falling_asleep)
+            starts = (
+                step.has_momentum and not group.pace.has_momentum
+            )  # waiting rows would have to carry it from before
+            if group.pace.full or (starts and group.pace.steps):
+                self.settle_all(group.tables)
+                self._restart(group)
+            for name, table in group.tables.items():
+                if name in trained and not table.awake:
+                    table.since.fill_(group.pace.steps)
+                    table.settled = group.pace.steps
+                table.awake = name in trained
+
+    def apply(self, name: str, rows: Tensor, values: Tensor) -> None:
+        """Lets settled rows take their gradients, without noise."""
+        group = self._group_of[name]
+        table = group.tables[name]
+        pulled = group.coefficients.pull_back()
+        assert pulled is not None and table.awake
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            if pulled[0]:
+                kernels.move_rows(table.parameter.detach(), rows, values, pulled[0])
+            if pulled[1]:
+                kernels.move_rows(self._momentum(table), rows, values, pulled[1])
+
+    def advance(self) -> None:
+        """Ends a step: all rows are owed its noise."""
+        for group in self._groups:
+            if not group.tables:
+                continue
+            step = group.coefficients
+            if not self._aggregate:
+                group.steps.append(step)
+            group.pace.advance(step)
+
+
+def _drift(phi: np.ndarray, weight: Tensor, momentum: Tensor | None, rows: Tensor) -> None:
+    """What weight decay and momentum do to rows while nothing touches them: x = Phi x."""
+    shape = (-1, *[1] * (weight.ndim - 1))
+    if momentum is None:
+        if not (phi[0] == 1).all():
+            weight[rows] *= _scale(phi[0], weight).view(shape)
+        return
+    w, v = weight[rows], momentum[rows]
+    ww, wv, vw, vv = (_scale(part, weight).view(shape) for part in phi)
+    weight[rows] = ww * w + wv * v
+    momentum[rows] = vw * w + vv * v
+
+
+def _scale(values: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values)).to(like.dtype)
+
+
+@contextmanager
+def _progress(title: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)

@@ -1,0 +1,40 @@
+"""LazyDP: DP-SGD whose noise on a row of a table waits until the row is read (LazyDP, Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from sparsedp.capture import Captured, RowSpace
+from sparsedp.mechanisms.base import Mechanism, Step
+from sparsedp.mechanisms.contribution import touched_rows
+
+
+@dataclass(frozen=True)
+class LazyDP(Mechanism):
+    """Noise on all rows, in effect. A step costs what the rows cost that the batch reads.
+
+    Pending noise is settled before a row is read, and before weights leave the process. With `aggregate` it is one draw of
+    the right variance ("aggregated noise sampling"); without, the sum of each step's own noise, which replays DP-SGD
+    exactly. Takes torch.optim.SGD only, with any learning-rate schedule, momentum and weight decay.
+    """
+
+    name: ClassVar[str] = "lazydp"
+    selects: ClassVar[bool] = True
+    lazy: ClassVar[bool] = True
+    aggregate: bool = True
+
+    @property
+    def guarantee(self) -> str:
+        return (
+            "(epsilon, delta)-differential privacy, as DP-SGD's, for settled weights: what state_dict, checkpoints, copies "
+            "and the module's outputs give. The memory of the training process between steps is not covered"
+        )
+
+    def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
+        """The rows that have a gradient. All others change by noise alone, later."""
+        space = RowSpace.of(step.tables)
+        return space.split(touched_rows(batch, space))

@@ -1,0 +1,110 @@
+"""Sampled candidates: a loss over a large table that touches a few of its rows.
+
+A softmax over a whole vocabulary uses every row of the output table for every unit: the gradient is dense, and AdaFEST
+has nothing to select by. Scoring the target against some negatives looks up 1 + count rows. Negatives come from a public
+distribution and are drawn for each unit on its own; the other units of the batch may not serve as negatives, because then
+one unit's loss would depend on another.
+
+Draw candidates before the forward pass and hand them to the module as an input, like all that belongs to a unit:
+
+    sample = CandidateSampler(rows, count=50)
+    for history, target in loader:
+        loss = candidate_loss(model(history, sample(target)))  # forward: candidate_scores(hidden, self.table, candidates)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+from torch import Tensor, nn
+
+from sparsedp.errors import SparseDPError
+from sparsedp.noise import RandomKey
+
+
+class CandidateSampler:
+    """Draws `count` negatives from `probabilities` over the rows of a table (public; by default uniform).
+
+    Its generator is its own, seeded by the operating system. The guarantee takes negatives to be independent from unit to
+    unit and not known to the reader of the model, so a `generator` with a known seed is for tests. With `shared`, all
+    positions of a unit have the same negatives: fewer touched rows.
+    """
+
+    def __init__(
+        self,
+        rows: int,
+        count: int,
+        probabilities: Tensor | None = None,
+        *,
+        shared: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if rows < 1 or count < 1:
+            raise ValueError(f"{rows=} and {count=} must be at least 1")
+        self.rows, self.count, self.shared = rows, count, shared
+        self._probabilities = None if probabilities is None else _normalised(probabilities, rows)
+        self._cumulative = None if self._probabilities is None else self._probabilities.cumsum(0)
+        self._generator = RandomKey.from_os().torch() if generator is None else generator
+        self._process = os.getpid()
+
+    def __call__(self, target: Tensor) -> Tensor:
+        """The candidates of each position, (..., 1 + count): the target, then negatives. `target` is (units, ...)."""
+        if os.getpid() != self._process:
+            raise SparseDPError(
+                "Candidates were drawn in another process than the sampler was made in (a loader's worker?): both would "
+                "draw the same ones. Draw them in the training loop."
+            )
+        lead = target.shape[:1] + (1,) * (target.ndim - 1) if self.shared else target.shape
+        # float64: float32 has 2^24 values in [0, 1), fewer than large tables have rows.
+        uniform = torch.rand((*lead, self.count), generator=self._generator, dtype=torch.float64)
+        if self._cumulative is None:
+            negatives = (uniform * self.rows).long()
+        else:
+            negatives = torch.searchsorted(self._cumulative, uniform * self._cumulative[-1], right=True)
+        negatives = negatives.clamp_max(self.rows - 1).to(target.device).expand(*target.shape, self.count)
+        return torch.cat([target.long()[..., None], negatives], -1)
+
+    def log_expected(self, candidates: Tensor) -> Tensor:
+        """log Q: the logarithm of how often each candidate is drawn on average, count * probability, (..., 1 + count)."""
+        if self._probabilities is None:
+            return torch.full(candidates.shape, math.log(self.count / self.rows), device=candidates.device)
+        drawn = self.count * self._probabilities.to(candidates.device)[candidates]
+        if not (drawn > 0).all():
+            raise ValueError("log_expected: a candidate has probability 0. Every row that can be a target needs some.")
+        return drawn.log().float()
+
+
+def _normalised(probabilities: Tensor, rows: int) -> Tensor:
+    weights = probabilities.detach().cpu().double()
+    if weights.shape != (rows,) or not torch.isfinite(weights).all() or weights.min() < 0 or weights.sum() == 0:
+        raise ValueError(f"probabilities must be {rows} finite numbers, not negative, with a positive sum")
+    return weights / weights.sum()
+
+
+def candidate_scores(
+    hidden: Tensor, table: nn.Embedding, candidates: Tensor, log_expected: Tensor | None = None
+) -> Tensor:
+    """hidden . table[candidates], (..., 1 + count), through a lookup: the table's gradient has candidates' rows only.
+
+    `hidden` is (..., dim), `candidates` (..., 1 + count) with the target first. `log_expected` (log Q, for negatives that
+    are not uniform) is subtracted, so that the loss estimates that of a softmax over all rows (Bengio and Senecal 2008).
+    A negative that happens to be the target counts as none: its score is -infinity.
+    """
+    scores = (table(candidates) @ hidden[..., None]).squeeze(-1)
+    if log_expected is not None:
+        scores = scores - log_expected.to(scores.dtype)
+    hits = candidates[..., 1:] == candidates[..., :1]
+    return torch.cat([scores[..., :1], scores[..., 1:].masked_fill(hits, -math.inf)], -1)
+
+
+def candidate_loss(scores: Tensor, valid: Tensor | None = None) -> Tensor:
+    """Cross-entropy of (units, ..., 1 + count) scores with the target at 0: the mean over units of each one's own mean.
+
+    `valid`, (units, ...) bool, says which positions count; a unit without any has loss 0.
+    """
+    losses = -scores.log_softmax(-1)[..., 0]
+    counted = torch.ones_like(losses) if valid is None else valid.to(losses.dtype)
+    losses, counted = losses[:, None].flatten(1), counted[:, None].flatten(1)
+    return ((losses * counted).sum(1) / counted.sum(1).clamp_min(1)).mean()

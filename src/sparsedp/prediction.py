@@ -1,0 +1,430 @@
+"""Predicts what a step will do to the tables, before any step is taken: rows touched, selected and falsely selected.
+
+A row that c of U counted units touch meets n ~ Binomial(c, B/U) of them in a batch of B. That holds if the U units are
+the data, and just as well if they are a random sample of at least B: a batch of the sample has the law of a batch of the
+data, so rows that the sample misses need no correction.
+AdaFEST then selects the row with probability E[Psi((tau - w n) / (C1 sigma1))], with w the mean of what its units add
+(DP-AdaFEST, Algorithm 1 and appendix B.2). Everything else is a sum over rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.special import gammaln, ndtr, xlog1py, xlogy
+from torch import Tensor, nn
+
+from sparsedp.accounting import split_multiplier
+from sparsedp.capture import Capture, RowSpace
+from sparsedp.counting import count_rows, count_touches, glances
+from sparsedp.errors import UnsupportedError
+from sparsedp.mechanisms import EANA, FEST, AdaFEST, ExponentialSelection, Mechanism
+from sparsedp.nn.fallback import kept_for_now
+from sparsedp.noise import RandomKey
+from sparsedp.plan import PrivacyPlan
+from sparsedp.sampling import PrivateLoader
+
+# A look at the data takes this many batches, but no more than this many units; and some batches at least.
+_BATCHES, _UNITS, _FEW_BATCHES = 256, 1 << 20, 16
+# Up to this mean the law of n is summed over; beyond, it is normal.
+_EXACT = 256.0
+# Rows are grouped by counts, which are exact up to _DISTINCT, and contributions, to a relative 1 / _FINENESS.
+_DISTINCT, _FINENESS = 256, 256
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """The rows of a table, those with equal counts and contributions together."""
+
+    rows: np.ndarray  # in the group
+    counts: np.ndarray  # units that touch such a row
+    weights: np.ndarray  # what each of these units adds to AdaFEST's map, on average
+    chosen: np.ndarray  # whether the rows may be selected: False if FEST leaves them out
+
+
+@dataclass(frozen=True)
+class SpanLook:
+    """How many units touch the rows of each table, in the data of one span of a stream, or in all data."""
+
+    share: float  # of the steps that are on this span
+    units: float  # that were counted
+    whole: bool  # whether counts are whole numbers; otherwise they are frequencies
+    tables: Mapping[str, RowGroups]
+
+
+@dataclass(frozen=True)
+class Look:
+    """All that a prediction knows of the data."""
+
+    source: str  # in words
+    private: bool  # whether it was counted on the training data
+    clip: float | None  # AdaFEST's map_clip, which the contributions were clipped to
+    drawn: bool  # whether it holds a noisy draw of what a mechanism chooses before training
+    spans: tuple[SpanLook, ...]
+
+
+@dataclass(frozen=True)
+class TablePrediction:
+    """What a step is expected to do to one table, on average."""
+
+    rows: int
+    dim: int
+    rows_touched: float
+    rows_selected: float
+    rows_false: float  # selected, but not touched
+    touches: float  # pairs of a unit and a row that it touches
+    touches_kept: float  # of these, pairs whose row is selected
+
+    @property
+    def gradient_size(self) -> float:
+        """Coordinates of the table's gradient that may differ from zero."""
+        return self.rows_selected * self.dim
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step is expected to do, on average over the batches and the noise."""
+
+    tables: dict[str, TablePrediction]
+    source: str
+    private: bool  # if so, computed from private data without noise: for the developer, not for release
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows_touched(self) -> float:
+        return sum(table.rows_touched for table in self.tables.values())
+
+    @property
+    def rows_selected(self) -> float:
+        return sum(table.rows_selected for table in self.tables.values())
+
+    @property
+    def rows_false(self) -> float:
+        return sum(table.rows_false for table in self.tables.values())
+
+    @property
+    def gradient_size(self) -> float:
+        """Coordinates of the tables' gradients that may differ from zero."""
+        return sum(table.gradient_size for table in self.tables.values())
+
+    @property
+    def dense_size(self) -> int:
+        """Gradient size of a step in which every row of every table changes."""
+        return sum(table.rows * table.dim for table in self.tables.values())
+
+    @property
+    def reduction(self) -> float:
+        """How many times smaller the tables' gradient is than a dense one."""
+        return self.dense_size / max(self.gradient_size, 1.0)
+
+    @property
+    def kept_rows(self) -> float:
+        """Share of the touched rows that are selected."""
+        return (self.rows_selected - self.rows_false) / self.rows_touched if self.rows_touched else 1.0
+
+    @property
+    def kept_touches(self) -> float:
+        """Share of the pairs (unit, row that it touches) whose row is selected: frequent rows count more."""
+        touches = sum(table.touches for table in self.tables.values())
+        return sum(table.touches_kept for table in self.tables.values()) / touches if touches else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        names = (
+            "rows_touched",
+            "rows_selected",
+            "rows_false",
+            "gradient_size",
+            "reduction",
+            "kept_rows",
+            "kept_touches",
+        )
+        tables = {n: {**asdict(table), "gradient_size": table.gradient_size} for n, table in self.tables.items()}
+        about = {"source": self.source, "private": self.private, "notes": list(self.notes)}
+        return {**about, **{name: getattr(self, name) for name in names}, "tables": tables}
+
+
+# ------------------------------------------------------------------ what is known of the data
+
+
+def look_at_data(
+    plan: PrivacyPlan,
+    module: nn.Module,
+    capture: Capture,
+    loader: PrivateLoader,
+    tables: Mapping[str, Tensor],
+    inputs: Callable[[Any], Any] | None = None,
+) -> Look:
+    """Counts on the training data, with forward passes alone: no noise, no step, no cost.
+
+    At most 256 batches or a million units are looked at, as a random sample. To draw FEST's choice of rows, all of the
+    data are gone over, as FEST does. `inputs` is as in `count_rows`.
+    """
+    spans = 1 if plan.stream is None else len(plan.stream.steps)
+    wanted = max(_FEW_BATCHES * plan.batch_size, min(_BATCHES * plan.batch_size, _UNITS) // spans)
+    space = RowSpace.of(tables)
+    seen = 0
+
+    def count(clip: float | None, scope: int | None) -> dict[str, Tensor]:
+        return count_rows(module, capture, loader, list(tables), inputs, clip, loader.indices(scope))
+
+    def see(span: int | None, clip: float | None, selection: Mapping[str, Tensor] | None) -> _Seen:
+        nonlocal seen
+        everyone = loader.indices(span)
+        indices = np.arange(loader.dataset_size) if everyone is None else everyone
+        if wanted < len(indices):  # the same sample each time, for nothing of it is released
+            indices = np.random.default_rng(0).choice(indices, wanted, replace=False, shuffle=False)
+        seen += len(indices)
+        with kept_for_now(module, selection or {}) as chosen:
+            within = None if selection is None else space.join(chosen)
+            # No more units at a time than a step takes: nobody said that there is memory for a larger forward pass.
+            uses = glances(module, capture, loader, inputs, np.sort(indices), chunk=plan.batch_size)
+            counted = count_touches(uses, space, clip, within)
+        counts, sums = (dict(zip(space.names, part.split(list(space.sizes)))) for part in counted)
+        return _Seen(
+            units=len(indices),
+            counts={name: part.numpy() for name, part in counts.items()},
+            contributions={name: part.numpy() for name, part in sums.items()},
+            selection=None if selection is None else chosen,
+        )
+
+    look = _look(plan, tables, count, see)
+    size = f"{plan.dataset_size:,}"
+    whole = seen == plan.dataset_size
+    source = (
+        f"all {size} training examples" if whole else f"a random sample of {seen:,} of the {size} training examples"
+    )
+    return replace(look, source=source, private=True)
+
+
+def look_at_counts(plan: PrivacyPlan, tables: Mapping[str, Tensor], counts: Mapping[str, Any], units: float) -> Look:
+    """From known frequencies instead of the data: of `units` units, `counts[table][row]` touch the row.
+
+    Units are taken to touch equally many rows: their mean, which the counts tell.
+    """
+    if not 0 < units < math.inf:
+        raise ValueError(f"units, the number of units that were counted, must be positive, not {units}")
+    checked = {name: _checked_counts(name, len(table), counts, units) for name, table in tables.items()}
+    if unknown := sorted(set(counts) - set(tables)):
+        raise ValueError(f"counts are given for {unknown[0]!r}, which is no trained table: {', '.join(sorted(tables))}")
+    sizes = (plan.dataset_size,) if plan.stream is None else plan.stream.sizes
+
+    def contributions(clip: float | None, selection: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
+        eligible = {n: _only(c, selection[n].numpy()) if n in selection else c for n, c in checked.items()}
+        own = sum(float(c.sum()) for c in eligible.values()) / units
+        share = 1.0 if clip is None else min(1.0, clip / math.sqrt(max(own, 1.0)))
+        return {name: share * c for name, c in eligible.items()}
+
+    def count(clip: float | None, scope: int | None) -> dict[str, Tensor]:
+        scale = (plan.dataset_size if scope is None else sizes[scope]) / units
+        return {name: torch.from_numpy(scale * values) for name, values in contributions(clip, {}).items()}
+
+    def see(span: int | None, clip: float | None, selection: Mapping[str, Tensor] | None) -> _Seen:
+        return _Seen(units, checked, contributions(clip, selection or {}), selection)
+
+    return replace(_look(plan, tables, count, see), source="given counts")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    units: float
+    counts: Mapping[str, np.ndarray]  # units that touch each row, (rows,)
+    contributions: Mapping[str, np.ndarray]  # sum of what they add to AdaFEST's map, (rows,)
+    selection: Mapping[str, Tensor] | None
+
+
+def _look(
+    plan: PrivacyPlan,
+    tables: Mapping[str, Tensor],
+    count: Callable[[float | None, int | None], dict[str, Tensor]],
+    see: Callable[[int | None, float | None, Mapping[str, Tensor] | None], _Seen],
+) -> Look:
+    """Looks at each span, with a draw of what the mechanism chooses before it, as `PrivateOptimizer.prepare` does."""
+    mechanism = plan.mechanism
+    clip = mechanism.map_clip if isinstance(mechanism, AdaFEST) else None
+    key, memory = RandomKey.from_seed(0), {}  # type: ignore[var-annotated]
+    drawn: dict[int | None, dict[str, Tensor]] = {}
+    spans: list[tuple[int | None, int]] = [(None, 1)] if plan.stream is None else list(enumerate(plan.stream.steps))
+    looks = []
+    for span, steps in spans:
+        scope = plan.setup_scope(span)
+        if mechanism.prepares and scope not in drawn:
+            each = plan.examples_counted(scope)
+
+            def counted(clip: float | None, scope: int | None = scope, each: int = each) -> dict[str, Tensor]:
+                return {name: values / each for name, values in count(clip, scope).items()}
+
+            drawn[scope] = mechanism.prepare(tables, counted, key.child(0 if scope is None else scope), memory)
+        seen = see(span, clip, drawn.get(scope))
+        whole = all(_is_whole(counts) for counts in seen.counts.values())
+        groups = {name: _grouped(seen, name, whole) for name in seen.counts}
+        looks.append(SpanLook(steps / sum(steps for _, steps in spans), seen.units, whole, groups))
+    return Look("", False, clip, bool(drawn) and mechanism.setup_event() is not None, tuple(looks))
+
+
+def _checked_counts(name: str, rows: int, counts: Mapping[str, Any], units: float) -> np.ndarray:
+    if name not in counts:
+        raise ValueError(f"counts has nothing for table '{name}'")
+    found = np.asarray(counts[name], dtype=np.float64)
+    if found.shape != (rows,):
+        raise ValueError(f"counts['{name}'] has shape {found.shape}; the table has {rows} rows")
+    if not ((found >= 0) & (found <= units)).all():
+        raise ValueError(f"counts['{name}'] must lie between 0 and the number of units, {units:g}")
+    return found
+
+
+def _only(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    kept = np.zeros_like(counts)
+    kept[rows] = counts[rows]
+    return kept
+
+
+# ------------------------------------------------------------------ what follows from it
+
+
+def predict(plan: PrivacyPlan, look: Look) -> Prediction:
+    """What a step of the plan is expected to do. A look may serve plans that differ in noise, threshold or batch size."""
+    mechanism = plan.mechanism
+    if isinstance(mechanism, AdaFEST) and look.clip != mechanism.map_clip:
+        raise ValueError(f"the look was for map_clip={look.clip}, not {mechanism.map_clip}: look again")
+    dims = {name: math.prod(shape[1:]) for name, shape in plan.parameters}
+    tables: dict[str, TablePrediction] = {}
+    for span in look.spans:
+        size = sum(float(groups.rows.sum()) for groups in span.tables.values())
+        rate = plan.batch_size / span.units
+        for name, groups in span.tables.items():
+            # Of frequencies, and of fewer units than a batch has, all that can be said is that n is about Poisson.
+            own = _expected(plan, groups, rate, span.whole and rate <= 1, size) * span.share
+            known = tables.get(name, TablePrediction(round(groups.rows.sum()), dims[name], 0.0, 0.0, 0.0, 0.0, 0.0))
+            tables[name] = replace(known, **{key: getattr(known, key) + value for key, value in zip(_EXPECTED, own)})
+    notes = []
+    if isinstance(mechanism, ExponentialSelection):
+        notes.append(
+            "Which rows the exponential mechanism favours depends on gradients, which are not known yet: false "
+            "positives are predicted as if it favoured none, which is the most there can be."
+        )
+    if look.drawn:
+        notes.append("The rows chosen before training will be others than those predicted with: the choice has noise.")
+    return Prediction(tables, look.source, look.private, tuple(notes))
+
+
+def find_threshold(plan: PrivacyPlan, look: Look, gradient_size: float) -> float:
+    """AdaFEST's smallest threshold, from 0 and to four digits, whose predicted gradient size is within the given one."""
+    mechanism = plan.mechanism
+    if not isinstance(mechanism, AdaFEST):
+        raise UnsupportedError(f"Mechanism {mechanism.name!r} has no threshold; only AdaFEST has one.")
+    if not gradient_size > 0:
+        raise ValueError(f"gradient_size must be positive, not {gradient_size}")
+
+    def fits(threshold: float) -> bool:
+        changed = replace(plan, mechanism=replace(mechanism, threshold=threshold))
+        return predict(changed, look).gradient_size <= gradient_size
+
+    low, high = 0.0, 1.0
+    if fits(low):
+        return low
+    while not fits(high):
+        low, high = high, 2 * high
+    while high - low > 1e-4 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    digits = 3 - math.floor(math.log10(high))
+    return math.ceil(high * 10**digits) / 10**digits  # upwards: the size shrinks as the threshold grows
+
+
+_EXPECTED = ("rows_touched", "rows_selected", "rows_false", "touches", "touches_kept")
+
+
+def _expected(plan: PrivacyPlan, groups: RowGroups, rate: float, whole: bool, size: float) -> np.ndarray:
+    """The numbers that `_EXPECTED` names, of one table; `size` is the number of rows of all tables."""
+    mechanism, mean = plan.mechanism, groups.counts * rate
+    absent = np.exp(xlog1py(groups.counts, -rate)) if whole else np.exp(-mean)  # P[untouched]
+    if isinstance(mechanism, EANA):
+        selected, false, kept = 1 - absent, np.zeros_like(absent), mean
+    elif isinstance(mechanism, AdaFEST):
+        std = split_multiplier(plan.noise_multiplier, mechanism.noise_ratio)[0] * mechanism.map_clip
+        survival = _survival(groups.counts, groups.weights, rate, whole, mechanism.threshold, std)
+        false = groups.chosen * absent * _passes(np.zeros(1), mechanism.threshold, std)
+        selected, kept = groups.chosen * survival[0], groups.chosen * survival[1]
+    else:
+        chance = groups.chosen * _chance(mechanism, size)
+        selected, false, kept = chance, chance * absent, chance * mean
+    return np.stack([1 - absent, selected, false, mean, kept]) @ groups.rows
+
+
+def _chance(mechanism: Mechanism, size: float) -> float:
+    """The probability that a row is selected, for mechanisms for which it does not depend on who touches it."""
+    if isinstance(mechanism, ExponentialSelection):
+        return min(1.0, mechanism.k / size)
+    if isinstance(mechanism, FEST) or not mechanism.selects:
+        return 1.0
+    raise UnsupportedError(f"There is no rule yet to predict what mechanism {mechanism.name!r} selects.")
+
+
+def _survival(
+    counts: np.ndarray, weights: np.ndarray, rate: float, whole: bool, threshold: float, std: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """E[p(n)] and E[n p(n)] with p(n) = P[w n + N(0, std^2) >= threshold], for n ~ Binomial(count, rate) or Poisson."""
+    mean = counts * rate
+    variance = mean * (1 - rate) if whole else mean
+    # For a large mean n is about normal, and so is w n + N(0, std^2); and n is about its mean.
+    passed = _passes(weights * mean, threshold, np.sqrt(std**2 + weights**2 * variance))
+    kept = mean * passed
+    order = np.argsort(mean)
+    order = order[: np.searchsorted(mean[order], _EXACT, side="right")]
+    for begin in range(0, len(order), 4096):
+        block = order[begin : begin + 4096]
+        least, most = mean[block[0]], mean[block[-1]]
+        n = np.arange(max(0, int(least - 9 * math.sqrt(least))), int(most + 9 * math.sqrt(most)) + 24, dtype=np.float64)
+        masses = _masses(n, counts[block, None], rate, whole)
+        passing = masses * _passes(weights[block, None] * n, threshold, std)
+        passed[block], kept[block] = passing.sum(1), passing @ n
+    return passed, kept
+
+
+def _masses(n: np.ndarray, counts: np.ndarray, rate: float, whole: bool) -> np.ndarray:
+    """P[n] under Binomial(count, rate), or Poisson(count rate) if counts are not `whole`; (counts, n)."""
+    if not whole:
+        return np.exp(xlogy(n, counts * rate) - counts * rate - gammaln(n + 1))
+    left = np.maximum(counts - n, 0)
+    logs = gammaln(counts + 1) - gammaln(n + 1) - gammaln(left + 1) + n * math.log(rate) + xlog1py(left, -rate)
+    return np.where(n <= counts, np.exp(logs), 0.0)
+
+
+def _passes(values: np.ndarray, threshold: float, std: float | np.ndarray) -> np.ndarray:
+    """P[value + N(0, std^2) >= threshold]."""
+    certain = (values >= threshold - 1e-9 * abs(threshold)).astype(np.float64)  # sums of contributions are rounded
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(np.asarray(std) > 0, ndtr((values - threshold) / std), certain)
+
+
+def _grouped(seen: _Seen, name: str, whole: bool) -> RowGroups:
+    """Most rows of a long tail have the same few counts, so that groups are few however many rows there are."""
+    counts, contributions = seen.counts[name], seen.contributions[name]
+    chosen = np.ones(len(counts), dtype=bool)
+    if seen.selection is not None and name in seen.selection:
+        chosen[:] = False
+        chosen[seen.selection[name].numpy()] = True
+    at = np.flatnonzero(counts)
+    count, kind = counts[at].astype(np.float64), chosen[at]
+    weight = np.where(contributions[at] > 0, contributions[at] / count, 1.0)
+    near = np.floor(_FINENESS * (np.log(count) + 64)) + _DISTINCT + 1
+    bins = np.where((count <= _DISTINCT) & whole, count, near)
+    key = (bins * 2.0**16 + np.rint(-_FINENESS * np.log(weight))) * 2 + kind
+    _, group, rows = np.unique(key, return_inverse=True, return_counts=True)
+    means = [np.bincount(group, values, len(rows)) / rows for values in (count, weight, kind)]
+    untouched = np.array([(~chosen).sum() - (~kind).sum(), chosen.sum() - kind.sum()])
+    return RowGroups(
+        rows=np.concatenate([untouched, rows]).astype(np.float64),
+        counts=np.concatenate([np.zeros(2), np.rint(means[0]) if whole else means[0]]),
+        weights=np.concatenate([np.ones(2), means[1]]),
+        chosen=np.concatenate([[False, True], means[2] > 0]).astype(bool),
+    )
+
+
+def _is_whole(counts: np.ndarray) -> bool:
+    return counts.dtype.kind in "iu" or bool((counts == np.floor(counts)).all())

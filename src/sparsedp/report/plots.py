@@ -1,0 +1,225 @@
+"""A sweep's summary (`front.summarise`) as plots; needs matplotlib (the extra `plot`).
+
+front.png   utility against reduction: every setting, the variants' fronts, the controls as lines (DP-AdaFEST, figure 8)
+best.png    the best reduction at each utility loss (figures 3 and 4)
+heat.png    utility and gradient size over two knobs, for variants with a grid over two numbers (figure 9)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure  # not pyplot: it keeps global state
+
+from sparsedp.report.markdown import CONTROL_NAMES, METRIC_NAMES, TABLES_DO_NOT_MATTER, describe_settings
+
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_LINES = {"non_private": ":", "frozen": "--"}
+
+
+def write_plots(summary: Mapping[str, Any], folder: Path) -> list[str]:
+    """Writes what there is something to show for; returns the files' names. A plot of an earlier call does not stay."""
+    written = []
+    for name, draw in (("front.png", front_plot), ("best.png", best_plot), ("heat.png", heat_plot)):
+        figure = draw(summary)
+        if figure is None:
+            (folder / name).unlink(missing_ok=True)
+            continue
+        figure.savefig(folder / name, dpi=130, bbox_inches="tight")
+        written.append(name)
+    return written
+
+
+def _variants(summary: Mapping[str, Any]) -> dict[str, str]:
+    """The variants but for the reference, each with its colour."""
+    names = [name for name in summary["points"][0]["variants"] if name != summary["reference"]]
+    return {name: _COLORS[i % len(_COLORS)] for i, name in enumerate(names)}
+
+
+def _title(at: Mapping[str, Any]) -> str:
+    short = {key.rpartition(".")[2]: value for key, value in at["point"].items()}
+    note = f"\n({TABLES_DO_NOT_MATTER})" if at["tables_matter"] is False else ""
+    return describe_settings(short) + note
+
+
+def _panels(summary: Mapping[str, Any]) -> tuple[Figure, Sequence[Axes]]:
+    points = summary["points"]
+    figure = Figure(figsize=(1.0 + 4.6 * len(points), 4.2), layout="constrained")
+    panels = figure.subplots(1, len(points), squeeze=False, sharey=True)[0]
+    for panel, at in zip(panels, points):
+        panel.set_title(_title(at), fontsize=9)
+        panel.grid(alpha=0.25)
+    return figure, panels
+
+
+def front_plot(summary: Mapping[str, Any]) -> Figure | None:
+    if not any(found["settings"] for at in summary["points"] for found in at["variants"].values()):
+        return None
+    figure, panels = _panels(summary)
+    for panel, at in zip(panels, summary["points"]):
+        for name, color in _variants(summary).items():
+            found = at["variants"][name]
+            trained = [entry for entry in found["settings"] if entry["reduction"] is not None]
+            panel.scatter(*_coordinates(trained), s=14, color=color, alpha=0.4, linewidths=0)
+            panel.errorbar(
+                *_coordinates(found["front"]),
+                yerr=[entry["metric"]["test"]["error"] or 0.0 for entry in found["front"]],
+                marker="o", markersize=5, color=color, linewidth=1.2, capsize=2, label=name,
+            )  # fmt: skip
+        lines = {CONTROL_NAMES[name]: (entry, _LINES[name]) for name, entry in at["controls"].items()}
+        lines[f"{summary['reference']} (reference)"] = (at["reference"], "-")
+        for label, (entry, style) in lines.items():
+            if entry is not None:
+                panel.axhline(entry["metric"]["test"]["mean"], linestyle=style, color="0.35", linewidth=1, label=label)
+    _focus(panels, summary)
+    for panel in panels:
+        panel.set_xscale("log")
+        panel.set_xlabel("gradient-size reduction")
+    panels[0].set_ylabel(f"{METRIC_NAMES[summary['metric']]}, test half")
+    _legend(figure, panels[0])
+    return figure
+
+
+def _focus(panels: Sequence[Axes], summary: Mapping[str, Any]) -> None:
+    """Shows the range of the variants; a control far outside of it is written at the edge instead of flattening them."""
+    values = [
+        entry["metric"]["test"]["mean"]
+        for at in summary["points"]
+        for entry in (at["reference"], *(e for found in at["variants"].values() for e in found["settings"]))
+        if entry is not None
+    ]
+    low, high = min(values), max(values)
+    reach = max(high - low, 1e-3)
+    for at in summary["points"]:
+        for entry in filter(None, at["controls"].values()):
+            value = entry["metric"]["test"]["mean"]
+            if low - reach <= value <= high + reach:
+                low, high = min(low, value), max(high, value)
+    pad = 0.06 * max(high - low, 1e-3)
+    panels[0].set_ylim(low - pad, high + pad)  # shared by all panels
+    for panel, at in zip(panels, summary["points"]):
+        for name, entry in at["controls"].items():
+            value = None if entry is None else entry["metric"]["test"]["mean"]
+            if value is not None and not low - pad <= value <= high + pad:
+                below = value < low
+                text = f"{CONTROL_NAMES[name]}: {value:.4f} {'(below)' if below else '(above)'}"
+                place = (0.02, 0.02 if below else 0.98)
+                align = "bottom" if below else "top"
+                panel.text(*place, text, transform=panel.transAxes, va=align, fontsize=8, color="0.35")
+
+
+def _coordinates(entries: Sequence[Mapping[str, Any]]) -> tuple[list[float], list[float]]:
+    return [entry["reduction"] for entry in entries], [entry["metric"]["test"]["mean"] for entry in entries]
+
+
+def best_plot(summary: Mapping[str, Any]) -> Figure | None:
+    variants = _variants(summary)
+    if not variants or all(at["reference"] is None for at in summary["points"]):
+        return None
+    figure, panels = _panels(summary)
+    at_loss = np.arange(len(summary["losses"]))
+    width = 0.8 / len(variants)
+    for panel, at in zip(panels, summary["points"]):
+        for i, (name, color) in enumerate(variants.items()):
+            choices = [entry["choice"] for entry in at["variants"][name]["best_reduction"]]
+            places = at_loss - 0.4 + width * (i + 0.5)
+            heights = [np.nan if choice is None else choice["reduction"] for choice in choices]
+            panel.bar(places, heights, width * 0.92, color=color, label=name)
+            for place, choice in zip(places, choices):
+                text = "none" if choice is None else f"{choice['reduction']:,.3g}x"
+                height = 1.0 if choice is None else max(1.0, choice["reduction"])
+                panel.annotate(text, (place, height), (0, 2), textcoords="offset points", ha="center", fontsize=7)
+        panel.set_yscale("log")
+        panel.set_ylim(bottom=1.0)
+        panel.margins(y=0.1)
+        panel.set_xticks(at_loss, [f"{loss:g}" for loss in summary["losses"]])
+        panel.set_xlabel(f"utility loss of at most ({METRIC_NAMES[summary['metric']]}, validation half)")
+    panels[0].set_ylabel("best gradient-size reduction")
+    _legend(figure, panels[0])
+    return figure
+
+
+def _legend(figure: Figure, panel: Axes) -> None:
+    handles, labels = panel.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), fontsize=8, frameon=False)
+
+
+def heat_plot(summary: Mapping[str, Any]) -> Figure | None:
+    """One row of panels per point and variant: utility, and gradient size, best of the other settings."""
+    metric, rows = METRIC_NAMES[summary["metric"]], []
+    for at in summary["points"]:
+        for name in _variants(summary):
+            settings = at["variants"][name]["settings"]
+            axes = heat_axes(settings)
+            if axes is not None:
+                rows.append((at, name, settings, axes))
+    if not rows:
+        return None
+    figure = Figure(figsize=(9.5, 3.4 * len(rows)), layout="constrained")
+    panels = figure.subplots(len(rows), 2, squeeze=False)
+    for (left, right), (at, name, settings, (first, second)) in zip(panels, rows):
+        down, across = _values(settings, first), _values(settings, second)
+        utility, size = np.full((2, len(down), len(across)), np.nan)
+        for (y, x), entry in best_cells(settings, first, second, summary["more_is_better"]).items():
+            utility[down.index(y), across.index(x)] = entry["metric"]["test"]["mean"]
+            size[down.index(y), across.index(x)] = entry["gradient_size"]
+        # Dark is good in both, as in the paper.
+        _heat(left, utility, "{:.4f}", "viridis_r" if summary["more_is_better"] else "viridis", None)
+        _heat(right, size, "{:.3g}", "viridis", LogNorm() if np.nanmin(size) > 0 else None)
+        titles = (f"{metric}, test half", "gradient size (coordinates a step)")
+        for panel, title in zip((left, right), titles):
+            panel.set_title(" - ".join(filter(None, (name, _title(at).partition("\n")[0], title))), fontsize=9)
+            panel.set_yticks(range(len(down)), [f"{value:g}" for value in down])
+            panel.set_xticks(range(len(across)), [f"{value:g}" for value in across])
+            panel.set_ylabel(first.rpartition(".")[2])
+            panel.set_xlabel(second.rpartition(".")[2])
+    return figure
+
+
+def heat_axes(settings: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
+    """The two numeric knobs of a variant: of its mechanism if it has exactly two, else of all; None if there are not two."""
+    keys = [key for key in (settings[0]["settings"] if settings else {}) if _is_axis(settings, key)]
+    for candidates in ([key for key in keys if key.startswith("privacy.mechanism.")], keys):
+        if len(candidates) == 2:
+            return candidates[0], candidates[1]
+    return None
+
+
+def _is_axis(settings: Sequence[Mapping[str, Any]], key: str) -> bool:
+    values = [entry["settings"][key] for entry in settings]
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+    return numbers and len(set(values)) > 1
+
+
+def _values(settings: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    return sorted({entry["settings"][key] for entry in settings})
+
+
+def best_cells(
+    settings: Sequence[Mapping[str, Any]], first: str, second: str, more_is_better: bool
+) -> dict[tuple[float, float], Mapping[str, Any]]:
+    """For each pair of values, the entry with the best validation metric over all other settings."""
+    sign = 1 if more_is_better else -1
+    cells: dict[tuple[float, float], Mapping[str, Any]] = {}
+    for entry in settings:
+        cell = entry["settings"][first], entry["settings"][second]
+        value = sign * entry["metric"]["validation"]["mean"]
+        if cell not in cells or value > sign * cells[cell]["metric"]["validation"]["mean"]:
+            cells[cell] = entry
+    return cells
+
+
+def _heat(panel: Axes, values: np.ndarray, form: str, colors: str, norm: LogNorm | None) -> None:
+    image = panel.imshow(values, cmap=colors, norm=norm, aspect="auto", origin="lower")
+    for (y, x), value in np.ndenumerate(values):
+        if np.isfinite(value):
+            red, green, blue, _ = image.cmap(image.norm(value))
+            light = 0.3 * red + 0.6 * green + 0.1 * blue > 0.5
+            panel.text(x, y, form.format(value), ha="center", va="center", fontsize=8, color="k" if light else "w")
+    assert panel.figure is not None
+    panel.figure.colorbar(image, ax=panel)

@@ -1,0 +1,449 @@
+"""LazyDP: the same model as eager DP-SGD, for every setting of SGD, and no way to get unsettled weights out."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import sparsedp
+from sparsedp.lazy.pace import Coefficients, Pace
+from sparsedp.lazy.tables import STEP
+from sparsedp.noise import WAITING, GaussianNoise, row_normals
+from support import loader_of
+
+ROWS, UNITS, STEPS = 40, 120, 60
+
+
+class Model(nn.Module):
+    """A table with one id, one with bags, one shared by two features and rarely read, and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Embedding(ROWS, 3)
+        self.bag = nn.EmbeddingBag(ROWS, 2, mode="sum")
+        self.shared = nn.Embedding(2 * ROWS, 2, padding_idx=0)
+        self.out = nn.Linear(9, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        parts = [self.one(ids[:, 0]), self.bag(ids), self.shared(ids[:, 1]), self.shared(ids[:, 2])]
+        return self.out(torch.cat(parts, 1)).squeeze(1)
+
+
+def data() -> tuple[Tensor, Tensor]:
+    """Skewed ids, so that some rows wait long and some are in every batch, and some are never read."""
+    random = torch.Generator().manual_seed(1)
+    ids = (torch.rand(UNITS, 4, generator=random) ** 4 * (ROWS - 2)).long()
+    return ids, torch.rand(UNITS, generator=random).round()
+
+
+TABLES = ("bag.weight", "one.weight", "shared.weight")  # in the order of their indices
+
+
+class EagerNoise(GaussianNoise):
+    """DP-SGD's noise, on tables that which LazyDP's rows wait for."""
+
+    def __init__(self, key: Any, names: list[str], module: nn.Module) -> None:
+        super().__init__(key)
+        self._tables = {names.index(name): (i, module.get_parameter(name)) for i, name in enumerate(TABLES)}
+
+    def fill(self, tensors: Any, std: float, step: int) -> None:
+        super().fill({at: tensor for at, tensor in tensors.items() if at not in self._tables}, std, step)
+        for at, (index, table) in self._tables.items():
+            if at in tensors:
+                noise = row_normals(self.key.child(WAITING).child(STEP, index, step), torch.arange(len(table)), table)
+                tensors[at].copy_(std * noise)
+
+
+class Run:
+    """A seeded run of some steps; `each(run, step)` is called before every one."""
+
+    def __init__(
+        self,
+        mechanism: sparsedp.Mechanism,
+        each: Callable[[Run, int], None] | None = None,
+        noise: float = 0.8,
+        **sgd: Any,
+    ) -> None:
+        torch.manual_seed(5)
+        self.module = Model().double()
+        self.each = each
+        inner = torch.optim.SGD(self.module.parameters(), **{"lr": 0.5, **sgd})
+        self.engine = sparsedp.PrivacyEngine(seed=3)
+        _, self.optimizer, self.loader = self.engine.make_private(
+            module=self.module, optimizer=inner, data_loader=loader_of(*data(), batch_size=6), noise_multiplier=noise,
+            max_grad_norm=0.7, mechanism=mechanism,
+        )  # fmt: skip
+        if isinstance(mechanism, sparsedp.DPSGD):
+            names = [name for name, _ in self.module.named_parameters()]
+            self.optimizer.noise = EagerNoise(self.optimizer.noise.key, names, self.module)
+
+    def train(self, steps: int = STEPS) -> Run:
+        while self.engine.ledger.steps < steps:
+            for ids, target in self.loader:
+                if self.each is not None:
+                    self.each(self, self.engine.ledger.steps)
+                self.optimizer.zero_grad()
+                if len(ids):
+                    binary_cross_entropy_with_logits(self.module(ids), target.double()).backward()
+                self.optimizer.step()
+                if self.engine.ledger.steps == steps:
+                    break
+        return self
+
+    def state(self) -> dict[str, Tensor]:
+        weights = {name: value.clone() for name, value in self.module.state_dict().items()}
+        moments = self.optimizer.state_dict()["state"]
+        for index, state in moments.items():
+            if state.get("momentum_buffer") is not None:
+                weights[f"momentum {index}"] = state["momentum_buffer"].clone()
+        return weights
+
+
+def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name in one:
+        torch.testing.assert_close(
+            torch.Tensor(one[name]), torch.Tensor(other[name]), rtol=1e-9, atol=1e-11, msg=lambda m: f"{name}: {m}"
+        )
+
+
+def schedule(run: Run, step: int) -> None:
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.5 / (1 + step % 7)
+
+
+def by_hand(run: Run, step: int) -> None:
+    if step == 20:
+        run.optimizer.param_groups[0]["lr"] = 0.05
+    if step == 40:
+        run.optimizer.param_groups[0].update(weight_decay=0.1, momentum=0.5)
+    if step == 50:
+        run.optimizer.param_groups[0].update(momentum=0.0)
+
+
+def freezes(run: Run, step: int) -> None:
+    run.module.one.weight.requires_grad_(not 10 <= step < 25)
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "schedule": {"each": schedule},
+    "decay": {"weight_decay": 0.3},
+    "momentum": {"momentum": 0.9},
+    "everything": {"momentum": 0.8, "weight_decay": 0.2, "nesterov": True, "each": schedule},
+    "maximize": {"maximize": True, "momentum": 0.5, "weight_decay": 0.1},
+    "by hand": {"each": by_hand},
+    "freezes": {"each": freezes, "momentum": 0.7, "weight_decay": 0.1},
+    "no noise": {"noise": 0.0, "momentum": 0.6, "weight_decay": 0.2},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_lazy_replays_eager(name: str) -> None:
+    eager = Run(sparsedp.DPSGD(), **SETTINGS[name]).train()
+    lazy = Run(sparsedp.LazyDP(aggregate=False), **SETTINGS[name]).train()
+    assert sum(lazy.engine.pending().values()) > 0
+    assert_same(lazy.state(), eager.state())
+    assert sum(lazy.engine.pending().values()) == 0
+    assert lazy.engine.get_epsilon(1e-5) == eager.engine.get_epsilon(1e-5)
+
+
+def test_parameter_groups() -> None:
+    def make(mechanism: sparsedp.Mechanism) -> dict[str, Tensor]:
+        def each(run: Run, step: int) -> None:
+            if len(run.optimizer.param_groups) == 1:
+                raise AssertionError
+            run.optimizer.param_groups[1]["lr"] = 0.3 / (1 + step)
+
+        run = Run.__new__(Run)
+        torch.manual_seed(5)
+        run.module, run.each = Model().double(), each
+        groups = [
+            {"params": [run.module.one.weight, *run.module.out.parameters()], "lr": 0.2, "momentum": 0.5},
+            {"params": [run.module.bag.weight, run.module.shared.weight], "weight_decay": 0.1},
+        ]
+        run.engine = sparsedp.PrivacyEngine(seed=3)
+        _, run.optimizer, run.loader = run.engine.make_private(
+            module=run.module, optimizer=torch.optim.SGD(groups, lr=0.1), data_loader=loader_of(*data(), batch_size=6),
+            noise_multiplier=0.8, max_grad_norm=0.7, mechanism=mechanism,
+        )  # fmt: skip
+        if isinstance(mechanism, sparsedp.DPSGD):
+            names = [name for name, _ in run.module.named_parameters()]
+            run.optimizer.noise = EagerNoise(run.optimizer.noise.key, names, run.module)
+        return run.train().state()
+
+    assert_same(make(sparsedp.LazyDP(aggregate=False)), make(sparsedp.DPSGD()))
+
+
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_reading_in_between_changes_nothing(name: str) -> None:
+    """Evaluation, a state_dict, printing: all settle, and the replay is the same."""
+
+    def curious(run: Run, step: int) -> None:
+        if each is not None:
+            each(run, step)
+        if step % 9 == 4:
+            run.module.eval()
+            with torch.no_grad():
+                run.module(data()[0][:10])
+            run.module.train()
+        if step % 13 == 6:
+            str(run.module.one.weight)
+        if step % 17 == 8:
+            run.module.state_dict()
+
+    settings = dict(SETTINGS[name])
+    each = settings.pop("each", None)
+    eager = Run(sparsedp.DPSGD(), each=each, **settings).train()
+    assert_same(Run(sparsedp.LazyDP(aggregate=False), each=curious, **settings).train().state(), eager.state())
+
+
+def test_resume(tmp_path: Any) -> None:
+    settings = SETTINGS["everything"]
+    whole = Run(sparsedp.LazyDP(aggregate=False), **settings).train()
+    first = Run(sparsedp.LazyDP(aggregate=False), **settings).train(23)
+    first.engine.save_checkpoint(tmp_path / "c.pt")
+    first.train(31)  # lost
+    again = Run(sparsedp.LazyDP(aggregate=False), **settings)
+    again.engine.load_checkpoint(tmp_path / "c.pt")
+    assert_same(again.train().state(), whole.state())
+
+
+# ---------------------------------------------------------------------- the arithmetic of waiting
+
+
+@pytest.mark.parametrize("name", ["plain", "decay", "momentum", "everything", "maximize"])
+def test_pace_against_stepping(name: str) -> None:
+    """Phi and C against torch.optim.SGD itself, step by step, and against the sum over impulses."""
+    settings = {key: value for key, value in SETTINGS[name].items() if key != "each"}
+    pace, coefficients = Pace(window=64), []
+    starts = torch.eye(2, dtype=torch.float64)
+    parameter = nn.Parameter(torch.zeros(30, dtype=torch.float64))
+    del starts
+    random = np.random.default_rng(0)
+    noise = random.standard_normal((40, 30))
+    optimizer = torch.optim.SGD([parameter], lr=0.3, **settings)
+    for step in range(40):
+        lr = 0.3 / (1 + step % 5)
+        optimizer.param_groups[0]["lr"] = lr
+        one = Coefficients.of(
+            lr, settings.get("momentum", 0.0), settings.get("weight_decay", 0.0), settings.get("nesterov", False),
+            settings.get("maximize", False),
+        )  # fmt: skip
+        coefficients.append(one)
+        pace.advance(one)
+        parameter.grad = torch.from_numpy(noise[step])
+        optimizer.step()
+    impulses = np.array([pace.impulse(coefficients, step) for step in range(40)])  # (40, 2)
+    np.testing.assert_allclose(impulses[:, 0] @ noise, parameter.detach().numpy(), rtol=1e-10, atol=1e-12)
+    for since in (0, 7, 39):
+        ww, vw, vv = pace.deviation(np.array([since]))[:, 0]
+        later = impulses[since:]
+        np.testing.assert_allclose(ww**2, (later[:, 0] ** 2).sum(), rtol=1e-10)
+        if pace.has_momentum:
+            np.testing.assert_allclose(ww * vw, (later[:, 0] * later[:, 1]).sum(), rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(vw**2 + vv**2, (later[:, 1] ** 2).sum(), rtol=1e-9)
+
+
+def test_a_full_window_settles_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace.__init__, "__defaults__", (7,))
+    eager = Run(sparsedp.DPSGD(), **SETTINGS["everything"]).train()
+    assert_same(Run(sparsedp.LazyDP(aggregate=False), **SETTINGS["everything"]).train().state(), eager.state())
+
+
+# ---------------------------------------------------------------------- aggregated noise
+
+
+@pytest.mark.parametrize("name", ["plain", "everything"])
+def test_aggregated_noise_of_a_row_that_is_never_read(name: str) -> None:
+    """Exactly the variance (and, with momentum, the covariance) of all steps."""
+    settings = dict(SETTINGS[name])
+    weights, moments = [], []
+    for seed in range(150):
+        torch.manual_seed(0)
+        module = Model().double()
+        nn.init.zeros_(module.shared.weight)
+        inner = torch.optim.SGD(
+            module.parameters(), **{"lr": 0.5, **{k: v for k, v in settings.items() if k != "each"}}
+        )
+        engine = sparsedp.PrivacyEngine(seed=seed)
+        _, optimizer, loader = engine.make_private(
+            module=module, optimizer=inner, data_loader=loader_of(*data(), batch_size=6), noise_multiplier=0.8,
+            max_grad_norm=0.7, mechanism=sparsedp.LazyDP(),
+        )  # fmt: skip
+        for step, (ids, target) in enumerate(loader):
+            if step == 6:
+                break
+            optimizer.param_groups[0]["lr"] = 0.5 / (1 + step)
+            optimizer.zero_grad()
+            if len(ids):
+                binary_cross_entropy_with_logits(module(ids), target.double()).backward()
+            optimizer.step()
+        weights.append(torch.Tensor(module.shared.weight.detach()[ROWS:]).flatten())
+        if settings.get("momentum"):
+            moments.append(optimizer.state_dict()["state"][2]["momentum_buffer"][ROWS:].flatten())
+    pace = Pace()
+    for step in range(6):
+        pace.advance(
+            Coefficients.of(
+                0.5 / (1 + step),
+                settings.get("momentum", 0.0),
+                settings.get("weight_decay", 0.0),
+                settings.get("nesterov", False),
+                False,
+            )
+        )
+    ww, vw, vv = 0.8 * 0.7 / 6 * pace.deviation(np.array([0]))[:, 0]
+    from scipy import stats
+
+    drawn = torch.cat(weights).numpy()
+    assert stats.kstest(drawn / ww, "norm").pvalue > 1e-4
+    assert stats.kstest(drawn / ww * 1.1, "norm").pvalue < 1e-6
+    if moments:
+        rest = (torch.cat(moments).numpy() - vw * drawn / ww) / vv
+        assert stats.kstest(rest, "norm").pvalue > 1e-4
+        assert abs(np.corrcoef(rest, drawn)[0, 1]) < 5 / len(rest) ** 0.5
+
+
+# ---------------------------------------------------------------------- ways out
+
+
+def leaks(value: Any, settled: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        plain = torch.as_tensor(value, dtype=torch.float64).detach()
+        return not torch.equal(plain.reshape(-1), settled.reshape(-1))
+
+
+WAYS: dict[str, Callable[[Run], Any]] = {
+    "state_dict": lambda run: run.module.state_dict()["one.weight"],
+    "deepcopy": lambda run: copy.deepcopy(run.module).one.weight,
+    "deepcopy of a parameter": lambda run: copy.deepcopy(run.module.one.weight),
+    "pickle": lambda run: pickle.loads(pickle.dumps(run.module)).one.weight,
+    "torch.save of the module": lambda run: saved(run.module).one.weight,
+    "torch.save of the state": lambda run: saved(run.module.state_dict(), weights_only=True)["one.weight"],
+    "torch.save of the parameter": lambda run: saved(run.module.one.weight),
+    "to": lambda run: run.module.to(torch.float64).one.weight,
+    "cpu": lambda run: run.module.one.weight.cpu(),
+    "data": lambda run: run.module.one.weight.data,
+    "detach": lambda run: run.module.one.weight.detach(),
+    "clone": lambda run: run.module.one.weight.clone(),
+    "numpy": lambda run: run.module.one.weight.detach().numpy(),
+    "tolist": lambda run: run.module.one.weight.tolist(),
+    "arithmetic": lambda run: run.module.one.weight * 1,
+    "slices": lambda run: run.module.one.weight[:],
+    "transposed": lambda run: run.module.one.weight.T.T,
+    "parameters()": lambda run: torch.cat([p.flatten() for n, p in run.module.named_parameters() if n == "one.weight"]),
+    "parameters_to_vector": lambda run: nn.utils.parameters_to_vector([run.module.one.weight]),
+    "as_subclass": lambda run: run.module.one.weight.as_subclass(Tensor),
+    "embedding in eval": lambda run: run.module.eval().one(torch.arange(ROWS)),
+    "F.embedding": lambda run: nn.functional.embedding(torch.arange(ROWS), run.module.one.weight),
+    "index_select": lambda run: run.module.one.weight.index_select(0, torch.arange(ROWS)),
+    "buffer protocol": lambda run: np.asarray(run.module.one.weight.detach()),
+    "storage": lambda run: torch.tensor(run.module.one.weight.untyped_storage().tolist(), dtype=torch.uint8).view(
+        torch.float64
+    ),
+    "functional_call": lambda run: torch.func.functional_call(run.module.one, {}, torch.arange(ROWS)),
+    "engine.settle": lambda run: (run.engine.settle(), run.module.one.weight)[1],
+    "close": lambda run: (run.engine.close(), run.module.one.weight)[1],
+}
+
+
+def saved(value: Any, weights_only: bool = False) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=weights_only)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_no_way_out_unsettled(name: str) -> None:
+    reference = Run(sparsedp.LazyDP(), momentum=0.5).train(12)
+    reference.engine.settle()
+    with torch._C.DisableTorchFunctionSubclass():
+        settled = reference.module.one.weight.detach().clone()
+    run = Run(sparsedp.LazyDP(), momentum=0.5).train(12)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert leaks(run.module.one.weight.detach(), settled)  # there is something to leak
+    assert not leaks(WAYS[name](run), settled)
+
+
+@pytest.mark.parametrize("name", ["state_dict", "data", "detach", "slices", "transposed", "as_subclass"])
+def test_what_was_taken_before_is_settled_when_it_is_read(name: str) -> None:
+    """best = model.state_dict() shares memory with the weights: read after more steps, it must have their noise."""
+    reference = Run(sparsedp.LazyDP(), momentum=0.5).train(4)
+    WAYS[name](reference)
+    reference.train(12)
+    reference.engine.settle()
+    with torch._C.DisableTorchFunctionSubclass():
+        settled = reference.module.one.weight.detach().clone()
+    run = Run(sparsedp.LazyDP(), momentum=0.5).train(4)
+    taken = WAYS[name](run)
+    run.train(12)
+    assert not leaks(taken.clone(), settled)
+
+
+def test_ordinary_objects_come_out() -> None:
+    run = Run(sparsedp.LazyDP()).train(5)
+    copied, loaded = copy.deepcopy(run.module), saved(run.module)
+    for module in (copied, loaded):
+        assert type(module.one.weight) is nn.Parameter and module.one.weight.requires_grad
+    run.engine.close()
+    assert type(run.module.one.weight) is nn.Parameter
+    assert type(run.module.state_dict()["one.weight"]) is Tensor
+
+
+def test_loading_weights_takes_pending_noise_away() -> None:
+    run = Run(sparsedp.LazyDP()).train(5)
+    weights = {name: torch.ones_like(value) for name, value in copy.deepcopy(run.module.state_dict()).items()}
+    run.module.load_state_dict(weights)
+    assert run.engine.pending()["one.weight"] == 0
+    assert (run.module.one.weight == 1).all()
+
+
+# ---------------------------------------------------------------------- refusals and words
+
+
+@pytest.mark.parametrize("kind", ["Adam", "Adagrad", "AdamW", "RMSprop"])
+def test_other_optimizers_are_refused(kind: str) -> None:
+    module = Model()
+    with pytest.raises(sparsedp.UnsupportedError, match=kind):
+        sparsedp.PrivacyEngine().make_private(
+            module=module, optimizer=getattr(torch.optim, kind)(module.parameters(), lr=0.1),
+            data_loader=loader_of(*data(), batch_size=6), noise_multiplier=1.0, max_grad_norm=1.0,
+            mechanism=sparsedp.LazyDP(),
+        )  # fmt: skip
+
+
+def test_dampening_is_refused() -> None:
+    with pytest.raises(sparsedp.UnsupportedError, match="dampening"):
+        Run(sparsedp.LazyDP(), momentum=0.5, dampening=0.1)
+
+
+def test_statement_and_report() -> None:
+    run = Run(sparsedp.LazyDP()).train(5)
+    assert "settled" in str(run.engine.statement(1e-5))
+    assert run.optimizer.last_step is not None
+    assert run.optimizer.last_step.tables["one.weight"].rows_selected == ROWS
+
+
+def test_deterministic_check_with_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise of ones, plain SGD: after T steps each row has moved by exactly lr * std * (what it was owed)."""
+    monkeypatch.setattr(
+        "sparsedp.lazy.tables.row_normals",
+        lambda key, rows, like: torch.ones(len(rows), *like.shape[1:], dtype=like.dtype),
+    )
+    run = Run(sparsedp.LazyDP(aggregate=False), lr=0.25)
+    with torch._C.DisableTorchFunctionSubclass():
+        before = run.module.shared.weight.detach().clone()
+    run.train(20)
+    moved = torch.Tensor(run.module.shared.weight.detach())[ROWS:] - before[ROWS:]
+    torch.testing.assert_close(moved, torch.full_like(moved, -20 * 0.25 * 0.8 * 0.7 / 6))

@@ -1,0 +1,172 @@
+"""Lookups grouped by row, and the compiled loops over them against plain torch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import sparsedp
+from sparsedp.capture import RowNorms, RowSpace, TouchedRows, kernels
+from sparsedp.capture.uses import Lookup, ParameterUses
+from support import loader_of
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "torch":
+        monkeypatch.setattr(kernels, "compiled", lambda *tensors: False)
+    yield request.param
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+@pytest.mark.parametrize("largest", [1, 20, 2**40, 2**62])
+def test_group(size: int, largest: int) -> None:
+    keys = torch.randint(largest, (size,), generator=generator())
+    keys[-1] = keys[0]
+    distinct, begin, order = kernels.group(keys)
+    assert torch.equal(distinct, torch.unique(keys))
+    assert sorted(order.tolist()) == list(range(size))
+    for row, (first, last) in enumerate(zip(begin.tolist(), begin.tolist()[1:])):
+        mine = order[first:last]
+        assert (keys[mine] == distinct[row]).all() and (mine.diff() > 0).all()
+
+
+def test_group_of_nothing() -> None:
+    distinct, begin, order = kernels.group(torch.empty(0, dtype=torch.long))
+    assert distinct.numel() == order.numel() == 0 and begin.tolist() == [0]
+
+
+@pytest.mark.parametrize("size", [0, 5, 400])
+def test_find(path: str, size: int) -> None:
+    ascending = torch.randint(1000, (size,), generator=generator()).unique()
+    for wanted in (torch.arange(0, 1000, 3), torch.tensor([4]), torch.empty(0, dtype=torch.long), ascending):
+        places = {int(value): place for place, value in enumerate(ascending)}
+        assert kernels.find(ascending, wanted).tolist() == [places.get(int(value), -1) for value in wanted]
+
+
+@pytest.mark.parametrize("width", [1, 16, 200])
+def test_squared_rows(path: str, width: int) -> None:
+    wide = torch.randn(30, 500, generator=generator())
+    wide[3], wide[4] = 1e-30, 1e30  # squares beyond float32
+    for x in (wide[:, 7 : 7 + width], wide[:, :width].contiguous(), wide.T[:30, :1].T, wide[:0, :width]):
+        expected = x.double().square().sum(1)
+        torch.testing.assert_close(kernels.squared_rows(x), expected, rtol=1e-6, atol=0)
+
+
+def test_add_rows(path: str) -> None:
+    """Strided gradients, bags (source), factors, rows left out, long sums."""
+    draw = generator()
+    ids = torch.randint(6, (5000,), generator=draw)
+    ids[0] = 9  # used once
+    rows, begin, order = kernels.group(ids)
+    slots = torch.tensor([2, -1, 0, 1, 3, 4, 5])
+    grad = torch.randn(50, 40, generator=draw)[:, 5:21]
+    source, factor = torch.randint(50, (5000,), generator=draw), torch.rand(5000, generator=draw)
+    out = torch.ones(6, 16)
+    kernels.add_rows(out, slots, begin, order + 3, 3, grad, source, factor)
+    expected = torch.ones(6, 16, dtype=torch.float64)
+    for position, row in enumerate(ids.tolist()):
+        slot = int(slots[rows.tolist().index(row)])
+        if slot >= 0:
+            expected[slot] += factor[position].double() * grad[source[position]].double()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-5)
+
+
+def test_move_rows(path: str) -> None:
+    table, values = torch.randn(10, 3, generator=generator()), torch.randn(2, 3, generator=generator())
+    expected, version = table.clone(), table._version
+    expected[torch.tensor([1, 7])] -= 0.5 * values
+    kernels.move_rows(table, torch.tensor([1, 7]), values, -0.5)
+    torch.testing.assert_close(table, expected)
+    assert table._version > version  # a use that kept the table's rows must notice
+
+
+def uses_of(lookup: Lookup) -> ParameterUses:
+    return ParameterUses([lookup], [], [])
+
+
+def test_padding_is_in_no_row_and_no_other_table() -> None:
+    """-1 plus a table's first global row would be the last row of the table before it."""
+    one = Lookup(torch.tensor([4, -1, 0]), torch.arange(3), torch.ones(3, 2), one_each=True)
+    two = Lookup(torch.tensor([-1, -1, 1]), torch.arange(3), torch.ones(3, 2), one_each=True)
+    space = RowSpace(("a", "b"), (5, 3))
+    touched = TouchedRows({"a": uses_of(one), "b": uses_of(two)}, space, 3)
+    assert touched.rows.tolist() == [0, 4, 6]
+    assert touched.of("a").tolist() == [0, 4] and touched.of("b").tolist() == [1]
+    units, at = touched.pairs()
+    assert sorted(zip(units.tolist(), at.tolist())) == [(0, 1), (2, 0), (2, 2)]
+    norms = touched.squared_norms(touched.slots({"a": torch.tensor([4]), "b": torch.tensor([0, 1])}), RowNorms())
+    assert norms is not None and norms.selected.tolist() == [[2, 0, 0], [0, 0, 2]]
+
+
+def test_slots_count_within_each_table() -> None:
+    lookups = {
+        name: uses_of(Lookup(torch.tensor(ids), torch.arange(3), torch.ones(3, 1), one_each=True))
+        for name, ids in (("a", [3, 1, 3]), ("b", [0, 2, 1]), ("c", [1, 1, 1]))
+    }
+    touched = TouchedRows(lookups, RowSpace(("a", "b", "c"), (4, 3, 2)), 3)
+    slots = touched.slots({"a": torch.tensor([0, 3]), "b": torch.tensor([1, 2]), "c": torch.empty(0, dtype=torch.long)})
+    assert slots.tolist() == [-1, 1, -1, 0, 1, -1]  # of rows a1, a3, b0, b1, b2, c1
+
+
+class Bags(nn.Module):
+    """A bag, an embedding, a shared and a padded table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(12, 3, mode="mean", padding_idx=0)
+        self.one = nn.Embedding(9, 2)
+        self.twice = nn.Embedding(7, 4, padding_idx=2)
+        self.out = nn.Linear(13, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        one, twice = ids[:, 0] % 9, ids % 7
+        parts = [self.bag(ids), self.one(one), self.twice(twice[:, 1]), self.twice(twice[:, 2])]
+        return self.out(torch.cat(parts, 1)).squeeze(1)
+
+
+def trained(mechanism: sparsedp.Mechanism, watched: bool = False) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    module = Bags()
+    data = torch.randint(12, (60, 5), generator=generator()), torch.rand(60, generator=generator()).round()
+    inner = torch.optim.SGD(module.parameters(), lr=0.3)
+    if watched:
+        inner.register_step_pre_hook(lambda *_: None)
+    engine = sparsedp.PrivacyEngine(seed=4)
+    _, private, loader = engine.make_private(
+        module=module, optimizer=inner, data_loader=loader_of(*data, batch_size=20), noise_multiplier=0.7,
+        max_grad_norm=0.5, mechanism=mechanism,
+    )  # fmt: skip
+    for ids, target in loader:
+        private.zero_grad()
+        if len(ids):
+            nn.functional.binary_cross_entropy_with_logits(module(ids), target).backward()
+        private.step()
+    return copy.deepcopy(module.state_dict())
+
+
+MECHANISMS = [sparsedp.DPSGD(), sparsedp.EANA(), sparsedp.AdaFEST(threshold=2.0, noise_ratio=1.0)]
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda m: m.name)
+def test_compiled_and_plain_paths_train_alike(mechanism: sparsedp.Mechanism, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = trained(mechanism)
+    monkeypatch.setattr(kernels, "compiled", lambda *tensors: False)
+    for name, value in trained(mechanism).items():
+        torch.testing.assert_close(value, compiled[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mechanism", MECHANISMS[1:], ids=lambda m: m.name)
+def test_rows_move_as_torch_moves_them(mechanism: sparsedp.Mechanism) -> None:
+    """Plain SGD is applied to the rows directly, unless a hook watches the step: the same weights."""
+    direct = trained(mechanism)
+    for name, value in trained(mechanism, watched=True).items():
+        torch.testing.assert_close(value, direct[name], rtol=1e-6, atol=1e-7)
