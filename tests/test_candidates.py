@@ -319,7 +319,7 @@ def one_epoch(run: Any) -> None:
 
 def test_adafest_warns_once_of_a_table_that_is_used_whole() -> None:
     run = softmax_run(AdaFEST(threshold=-100.0))
-    with pytest.warns(SparseDPWarning, match=r"Table 'e\.weight' is used as a linear map.*candidate_scores") as found:
+    with pytest.warns(SparseDPWarning, match=r"Table 'e\.weight' is used whole.*candidate_scores") as found:
         one_epoch(run)
         one_epoch(run)
     assert len(found) == 1

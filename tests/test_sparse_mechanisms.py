@@ -439,7 +439,7 @@ def test_tied_table_is_touched_as_a_whole() -> None:
     )
     (ids,) = next(iter(loader))
     module(ids).mean().backward()
-    with pytest.warns(sparsedp.SparseDPWarning, match="used as a linear map"):
+    with pytest.warns(sparsedp.SparseDPWarning, match="used whole"):
         optimizer.step()
     table = optimizer.last_step.tables["e.weight"]
     assert (table.rows_touched, table.rows_selected, table.rows_false) == (10, 10, 0)

@@ -11,28 +11,24 @@ import functools
 import hashlib
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from sparsedp import chacha
 from sparsedp.errors import SparseDPError
 
 # Words of a Mersenne Twister state.
 _MT_WORDS = 624
-# Elements drawn from one generator. Fixed, so that the noise does not depend on the number of threads.
+# Elements that one thread draws at a time.
 CHUNK = 1 << 18
-# Tensors up to this size share one generator, because making one costs as much as drawing thousands of numbers.
-_SMALL = 1 << 16
-# Last entry of the path of the generator that small tensors share, beyond any parameter's index.
-_SHARED = 1 << 30
-# Where a mechanism's own randomness branches off, beside the parameters' noise.
-SELECTION = _SHARED + 1
-PREPARATION = _SHARED + 2
-# And the noise that LazyDP's rows wait for.
-WAITING = _SHARED + 3
+# Tensors smaller than this are drawn at once: another thread would take longer to begin.
+_SMALL = 1 << 15
+# Where a mechanism's own randomness branches off, beyond any parameter's index; and the noise that LazyDP's rows wait for.
+SELECTION, PREPARATION, WAITING = (1 << 30) + 1, (1 << 30) + 2, (1 << 30) + 3
 
 
 @dataclass(frozen=True)
@@ -64,6 +60,10 @@ class RandomKey:
     def numpy(self, *path: int) -> np.random.Generator:
         words = np.frombuffer(self._derive(b"numpy", path, 32), dtype=np.uint32)
         return np.random.Generator(np.random.SFC64(np.random.SeedSequence(words.tolist())))
+
+    def stream(self, *path: int) -> np.ndarray:
+        """A key of its own for `sparsedp.chacha`, (8,) uint32."""
+        return chacha.stream_key(self._derive(b"chacha", path, 32))
 
     def torch(self, *path: int, device: torch.device | str = "cpu") -> torch.Generator:
         """A torch generator whose whole state comes from the key.
@@ -104,7 +104,8 @@ def _cpu_state(words: np.ndarray) -> torch.Tensor:
 class GaussianNoise:
     """Independent normal noise for the tensors of one step, drawn on all cores.
 
-    Every element's noise is a function of the key, the step, the tensor's index and the position in it alone.
+    Every element's noise is a function of the key, the step, the tensor's index and the position in it alone. On the CPU it
+    comes from ChaCha8 (`sparsedp.chacha`); on other devices from torch's generator there.
     """
 
     def __init__(self, key: RandomKey) -> None:
@@ -115,38 +116,27 @@ class GaussianNoise:
         """Overwrites each tensor with N(0, std^2); `tensors` maps a parameter's index to a contiguous tensor."""
         if os.getpid() != self._process:
             raise SparseDPError("This process was forked from the one that trains: both would draw the same noise.")
-        if std == 0:
-            for tensor in tensors.values():
-                tensor.zero_()
-            return
-        draws: list[tuple[tuple[int, ...], torch.Tensor]] = []
-        small: list[torch.Tensor] = []
+        large: list[Callable[[], None]] = []
         for index, tensor in tensors.items():
             flat = tensor.view(-1)
-            if flat.numel() <= _SMALL:
-                small.append(flat)
-                continue
-            for chunk, part in enumerate(flat.split(CHUNK)):
-                draws.append(((step, index, chunk), part))
-        if small:
-            together = torch.empty(sum(t.numel() for t in small), dtype=small[0].dtype, device=small[0].device)
-            draws += [((step, _SHARED, chunk), part) for chunk, part in enumerate(together.split(CHUNK))]
-        self._draw(draws, std)
-        if small:
-            for flat, part in zip(small, together.split([t.numel() for t in small])):
-                flat.copy_(part)
-
-    def _draw(self, draws: Sequence[tuple[tuple[int, ...], torch.Tensor]], std: float) -> None:
-        def draw(task: tuple[tuple[int, ...], torch.Tensor]) -> None:
-            path, part = task
-            part.normal_(0.0, std, generator=self.key.torch(*path, device=part.device))
-
+            if std == 0:
+                tensor.zero_()
+            elif tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64):
+                flat.normal_(0.0, std, generator=self.key.torch(step, index, device=tensor.device))
+            else:
+                values, key = flat.numpy(), self.key.stream(step, index)
+                for first in range(0, len(values), CHUNK):
+                    draw = functools.partial(chacha.fill_normal, values[first : first + CHUNK], std, key, first)
+                    if len(values) < _SMALL:
+                        draw()
+                    else:
+                        large.append(draw)
         workers = torch.get_num_threads()
-        if workers == 1 or len(draws) == 1 or draws[0][1].device.type != "cpu":
-            for task in draws:
-                draw(task)
+        if workers == 1 or len(large) < 2:
+            for task in large:
+                task()
         else:
-            list(_pool(workers).map(draw, draws))
+            list(_pool(workers).map(lambda task: task(), large))
 
 
 @functools.cache
@@ -156,8 +146,7 @@ def _pool(workers: int) -> ThreadPoolExecutor:
 
 def row_normals(key: RandomKey, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Standard normals for rows of the table `like`, (n, ...): a function of the key, each row's number and the column."""
-    width = like.shape[1:].numel()
-    values = np.empty((rows.numel(), width))
-    for i, row in enumerate(rows.tolist()):
-        values[i] = key.numpy(row).standard_normal(width)
-    return torch.from_numpy(values).to(like.dtype).view(rows.numel(), *like.shape[1:])
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+    out = torch.empty(rows.numel(), like.shape[1:].numel(), dtype=dtype)
+    chacha.fill_rows(out.numpy(), rows.cpu().numpy(), 1.0, key.stream())
+    return out.to(like).view(rows.numel(), *like.shape[1:])

@@ -360,7 +360,7 @@ def _chance(mechanism: Mechanism, size: float) -> float:
     """The probability that a row is selected, for mechanisms for which it does not depend on who touches it."""
     if isinstance(mechanism, ExponentialSelection):
         return min(1.0, mechanism.k / size)
-    if isinstance(mechanism, FEST) or not mechanism.selects:
+    if isinstance(mechanism, FEST) or mechanism.lazy or not mechanism.selects:
         return 1.0
     raise UnsupportedError(f"There is no rule yet to predict what mechanism {mechanism.name!r} selects.")
 

@@ -95,7 +95,7 @@ def make_statement(
     not_covered = [
         "Choices made by looking at private data: hyper-parameters, vocabularies, early stopping.",
         "Metrics and step reports, which are computed from private data without noise.",
-        "Attacks on floating-point noise; noise comes from a Mersenne Twister seeded with 19,968 bits.",
+        "Attacks that look at how the noise was rounded to floating-point numbers.",
         *notes,
     ]
     if plan.stream is not None:

@@ -15,8 +15,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
 from sparsedp.data import CRITEO_VOCABULARY
 from sparsedp.engine import PrivacyEngine
+from sparsedp.lazy.tables import LazyTables
 from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, Mechanism
 from sparsedp.models import PCTR
+from sparsedp.refusals import find_tables
 from sparsedp.sampling import BatchInfo
 
 
@@ -84,7 +86,7 @@ class PrivateRun:
     """A private step that can be taken again and again, and what it was made of."""
 
     step: Callable[[], None]
-    empty_step: Callable[[], None]  # one whose batch has nobody in it
+    wait: Callable[[int], None]  # lets so many steps pass that nobody takes part in
     engine: PrivacyEngine
 
 
@@ -104,6 +106,8 @@ def private_run(
         mechanism=mechanism,
     )
     optimizer.stage = watch
+    if optimizer.lazy is not None:
+        _time_settling(optimizer.lazy, watch)
     steps = iter(range(1 << 60))
 
     def step() -> None:
@@ -117,13 +121,32 @@ def private_run(
         optimizer.step()
         watch.lap()
 
-    def empty_step() -> None:
-        loader.current = BatchInfo(0, 0, True, True, next(steps))
-        optimizer.zero_grad()
-        optimizer.step()
+    def wait(count: int) -> None:
+        tables = find_tables(module)
+        # The noise of the layers' matrices would take most of the time.
+        matrices = [p for name, p in module.named_parameters() if name not in tables and p.ndim > 1]
+        for parameter in matrices:
+            parameter.requires_grad_(False)
+        for _ in range(count):
+            loader.current = BatchInfo(0, 0, True, True, next(steps))
+            optimizer.zero_grad()
+            optimizer.step()
+        for parameter in matrices:
+            parameter.requires_grad_(True)
         watch.forget()
 
-    return PrivateRun(step, empty_step, engine)
+    return PrivateRun(step, wait, engine)
+
+
+def _time_settling(lazy: LazyTables, watch: Stopwatch) -> None:
+    """Makes a stage of what LazyDP does in the forward pass, before rows are read."""
+    settle = lazy.settle
+
+    def timed(name: str, ids: Tensor) -> None:
+        with watch("settling"):
+            settle(name, ids)
+
+    lazy.settle = timed  # type: ignore[method-assign]
 
 
 def bench_step(models: list[str], *, batch: int, repeats: int, scale: float) -> dict[str, Any]:

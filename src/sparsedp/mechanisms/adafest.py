@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -14,9 +13,8 @@ from torch import Tensor
 
 from sparsedp.accounting import split_multiplier
 from sparsedp.capture import Captured, RowSpace
-from sparsedp.errors import SparseDPWarning
 from sparsedp.mechanisms.base import Count, Frequencies, Mechanism, Step
-from sparsedp.mechanisms.contribution import contribution_map
+from sparsedp.mechanisms.contribution import contribution_map, warn_of_whole_tables
 from sparsedp.mechanisms.fest import FEST
 from sparsedp.mechanisms.survivors import draw_survivors
 from sparsedp.noise import RandomKey
@@ -73,7 +71,9 @@ class AdaFEST(Mechanism):
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         space = RowSpace.of(step.tables)
         if step.first:
-            _warn_of_linear_maps(batch, space)
+            warn_of_whole_tables(
+                batch, space, "every unit touches all of its rows: AdaFEST selects among them by noise alone"
+            )
         within = None if self.preselect is None else space.join(step.prepared)
         rows, values = contribution_map(batch, space, self.map_clip, within)
         size = space.size
@@ -84,15 +84,3 @@ class AdaFEST(Mechanism):
             draw_survivors(rows.numpy(), values.numpy(), size, self.threshold, std, step.key.numpy(0))
         )
         return space.split(kept if within is None else within[kept])
-
-
-def _warn_of_linear_maps(batch: Sequence[Captured], space: RowSpace) -> None:
-    whole = [name for name in space.names if any(name in c.uses and c.uses[name].linears for c in batch)]
-    if whole:
-        warnings.warn(
-            f"Table {', '.join(map(repr, whole))} is used as a linear map (a softmax over the whole vocabulary?), so every "
-            "unit touches all of its rows: AdaFEST selects among them by noise alone, and the gradient is dense. Score "
-            "sampled candidates instead (sparsedp.nn.candidate_scores).",
-            SparseDPWarning,
-            stacklevel=2,
-        )

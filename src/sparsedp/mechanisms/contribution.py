@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from sparsedp.capture import Captured, RowSpace
 from sparsedp.capture.kernels import find
+from sparsedp.errors import SparseDPWarning
 
 
 def touched_rows(batch: Sequence[Captured], space: RowSpace) -> Tensor:
@@ -35,6 +37,17 @@ def touched_pairs(captured: Captured, space: RowSpace) -> tuple[Tensor, Tensor, 
         rows = torch.cat([rows, every])
     rows, order = rows.sort()
     return rows, units, torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))[at]
+
+
+def warn_of_whole_tables(batch: Sequence[Captured], space: RowSpace, consequence: str) -> None:
+    whole = sorted({name for captured in batch for name in captured.touched(space).whole})
+    if whole:
+        warnings.warn(
+            f"Table {', '.join(map(repr, whole))} is used whole (a softmax over the vocabulary?), so {consequence}, and the "
+            "gradient is dense. Score sampled candidates instead (sparsedp.nn.candidate_scores).",
+            SparseDPWarning,
+            stacklevel=3,
+        )
 
 
 def _all_rows(name: str, space: RowSpace) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsedp.capture import Captured, RowSpace
 from sparsedp.mechanisms.base import Mechanism, Step
-from sparsedp.mechanisms.contribution import touched_rows
+from sparsedp.mechanisms.contribution import touched_rows, warn_of_whole_tables
 
 
 @dataclass(frozen=True)
@@ -37,4 +37,6 @@ class LazyDP(Mechanism):
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         """The rows that have a gradient. All others change by noise alone, later."""
         space = RowSpace.of(step.tables)
+        if step.first:
+            warn_of_whole_tables(batch, space, "all of its rows are settled in every step")
         return space.split(touched_rows(batch, space))

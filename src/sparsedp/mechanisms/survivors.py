@@ -40,7 +40,7 @@ def _bernoulli_ones(count: int, log_p: float, generator: np.random.Generator) ->
     Gaps G between ones have P[G >= g] = (1 - p)^g, so G = floor(E / -log(1 - p)) with E exponential. They are kept as
     float64, which is exact up to 2^53: for a tiny p a gap is far beyond any integer type.
     """
-    if count <= 0 or log_p == -math.inf:
+    if count <= 0 or log_p < -700:  # e^-700 times 2^62 rows is nothing
         return np.empty(0, dtype=np.int64)
     if log_p >= 0:
         return np.arange(count)

@@ -1,0 +1,166 @@
+"""`sparsedp bench lazydp`: its options, and its result as tables."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sparsedp.cli.progress import Lines
+from sparsedp.errors import SparseDPError
+
+# As in sparsedp.bench.lazydp, which is only loaded to measure.
+VARIED = ("batch", "gigabytes", "pooling", "skew")
+VARIANTS = ("dpsgd_b", "dpsgd_r", "dpsgd_f", "lazydp_unaggregated", "lazydp", "eana", "adafest")
+FULL = {"gigabytes": 1.0, "batch": 2048, "repeats": 20, "slow_repeats": 3}
+QUICK = {"gigabytes": 0.01, "batch": 64, "repeats": 3, "slow_repeats": 1}
+
+Row = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def default(key: str) -> str:
+        return f"(default: {FULL[key]:g}; {QUICK[key]:g} with --quick)"
+
+    parser.add_argument(
+        "--gigabytes", type=_positive_number, metavar="GB",
+        help=f"size of all tables together; up to six times as much memory is used {default('gigabytes')}",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=_positive, metavar="N", help=f"units in a batch {default('batch')}")
+    parser.add_argument(
+        "--repeats", type=_positive, metavar="N", help=f"repeats of the fast variants {default('repeats')}"
+    )
+    parser.add_argument(
+        "--slow-repeats", type=_positive, metavar="N",
+        help=f"of those that take time for every row {default('slow_repeats')}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--vary", choices=(*VARIED, "none"), action="append",
+        help="what to vary, one at a time (default: all); may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--variant", choices=VARIANTS, action="append", help="what to compare with SGD (default: all); may be repeated"
+    )
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes a process each")
+    parser.add_argument("--quick", action="store_true", help="under a minute: small, few repeats, no memory")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots there; needs matplotlib")
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}")
+    return int(text)
+
+
+def _positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number; got {text!r}")
+    return value
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measures and shows; returns what `--json` writes."""
+    from sparsedp.bench.lazydp import Setting, bench_lazydp
+
+    if args.json is not None and not args.json.absolute().parent.is_dir():  # to know it after the run would be late
+        raise SparseDPError(f"There is no folder '{args.json.parent}' to write '{args.json.name}' into.")
+    if args.plots is not None:
+        try:
+            from sparsedp.report.benchplots import write_lazydp_plots
+        except ImportError as error:
+            raise SparseDPError("--plots needs matplotlib: pip install 'sparsedp[plot]'") from error
+        args.plots.mkdir(parents=True, exist_ok=True)
+    chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
+    result = bench_lazydp(
+        Setting(gigabytes=chosen["gigabytes"], batch=int(chosen["batch"])),
+        sweeps=[name for name in VARIED if name in (args.vary or VARIED)],
+        variants=args.variant or VARIANTS,
+        repeats=int(chosen["repeats"]),
+        slow_repeats=int(chosen["slow_repeats"]),
+        memory=not (args.no_memory or args.quick),
+        say=Lines(Console(stderr=True)).say,
+    )
+    show(console, result)
+    if args.plots is not None:
+        console.print(f"plots in {args.plots}: {', '.join(write_lazydp_plots(result, args.plots))}", markup=False)
+    return result
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    from sparsedp.bench.lazydp import SWEEPS, Setting, stages_of
+    from sparsedp.bench.lazydp import VARIANTS as NAMES
+
+    base = [row for row in result["rows"] if row["base"]]
+    if base:
+        rows = f"{base[0]['table_rows']:,} rows, of which a batch touches {base[0]['rows_touched']:,}"
+        console.print(f"DLRM, {Setting(**result['base'])}: {rows}", highlight=False)
+        peaks = {row["variant"]: row["share_of_tables"] for row in result["memory"]}
+        table = _table("A step", ("variant", "ms: best / median ± spread", "/ SGD", "of medians", "memory / tables"))
+        for row in base:
+            peak = peaks.get(row["variant"])
+            table.add_row(
+                NAMES[row["variant"]], _milliseconds(row), f"{row['ratio_to_sgd']['best']:.2f}",
+                f"{row['ratio_to_sgd']['median']:.2f}", "-" if peak is None else f"{100 * peak:.1f} %",
+            )  # fmt: skip
+        console.print(table)
+        stages = _table("Where the time goes (figure 11); best, ms", ("stage", *(NAMES[r["variant"]] for r in base)))
+        for stage in stages_of(base):
+            times = [row["stages"].get(stage) for row in base]
+            stages.add_row(stage, *("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in times))
+        console.print(stages)
+    for name, sweep in SWEEPS.items():
+        along = [row for row in result["rows"] if name in row["varied"]]
+        if along:
+            console.print(_along(sweep.title, name, along, NAMES))
+    for row in base:
+        if "settle" in row:
+            console.print(
+                f"Settling all tables at the end takes {_milliseconds(row['settle'])} ms (best / median ± spread)."
+            )
+    for gone in result["left_out"]:
+        names = ", ".join(NAMES[name] for name in gone["variants"])
+        console.print(f"Left out at {Setting(**gone['setting'])}, {gone['reason']}: {names}", markup=False)
+
+
+def _along(title: str, key: str, rows: list[Row], names: dict[str, str]) -> Table:
+    """Ratios to SGD at the same setting, one column for each setting, and SGD's own time."""
+    values = list(dict.fromkeys(row["setting"][key] for row in rows))
+    if key != "skew":
+        values.sort()
+    columns = [str(value) if key == "skew" else f"{value:g}" for value in values]
+    table = _table(f"{title}: a step / SGD's, best", ("variant", *columns))
+    found = {(row["variant"], row["setting"][key]): row for row in rows}
+
+    def line(label: str, variant: str, of: Callable[[Row], str]) -> None:
+        cells = [found.get((variant, value)) for value in values]
+        table.add_row(label, *("-" if row is None else of(row) for row in cells))
+
+    line("SGD, ms", "sgd", lambda row: f"{1e3 * row['best']:.1f}")
+    measured = {row["variant"] for row in rows}
+    for variant, name in names.items():
+        if variant in measured and variant != "sgd":
+            line(name, variant, lambda row: f"{row['ratio_to_sgd']['best']:.2f}")
+    if {"lazydp", "eana"} <= measured:
+        line("LazyDP / EANA", "lazydp", lambda row: f"{row['ratio_to_eana']['best']:.2f}")
+    return table
+
+
+def _milliseconds(timing: dict[str, float]) -> str:
+    return f"{1e3 * timing['best']:.1f} / {1e3 * timing['median']:.1f} ± {1e3 * timing['spread']:.1f}"
+
+
+def _table(title: str, columns: tuple[str, ...]) -> Table:
+    """The first column is never cut; the heads of others may take several lines."""
+    table = Table(title=title)
+    table.add_column(columns[0], no_wrap=True)
+    for column in columns[1:]:
+        table.add_column(column, justify="right", overflow="fold")
+    return table
