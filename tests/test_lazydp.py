@@ -448,3 +448,34 @@ def test_deterministic_check_with_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     run.train(20)
     moved = torch.Tensor(run.module.shared.weight.detach())[ROWS:] - before[ROWS:]
     torch.testing.assert_close(moved, torch.full_like(moved, -20 * 0.25 * 0.8 * 0.7 / 6))
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
+def test_interrupted_settling_is_noticed(kind: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    run = Run(sparsedp.LazyDP()).train(8)
+    run.engine.save_checkpoint(tmp_path / "c.pt")
+    run.train(12)
+
+    def interrupt(*_: Any) -> Tensor:
+        raise kind
+
+    with monkeypatch.context() as patch, pytest.raises(kind):
+        patch.setattr("sparsedp.lazy.tables.row_normals", interrupt)
+        run.engine.settle()
+    for way in ("state_dict", "data", "embedding in eval"):
+        with pytest.raises(sparsedp.SparseDPError, match="interrupted"):
+            WAYS[way](run)
+    run.module.train()
+    run.engine.load_checkpoint(tmp_path / "c.pt")
+    run.train(10)
+    run.engine.settle()
+
+
+def test_interrupted_update_is_owed_its_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(sparsedp.LazyDP()).train(8)
+    run.engine.settle()
+    monkeypatch.setattr(run.optimizer.inner, "step", lambda: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        run.train(9)
+    assert run.engine.ledger.steps == 9
+    assert run.engine.pending()["one.weight"] == ROWS

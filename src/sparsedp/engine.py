@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -327,11 +328,9 @@ class PrivacyEngine:
         """
         module, optimizer, loader = self._parts()
         state = checkpoint.load(path, self.plan, seed=self._seed)
-        self.settle()
-        checkpoint.restore(state, self._run, module, optimizer, self.ledger, loader)
+        with nullcontext() if optimizer.lazy is None else optimizer.lazy.replaced():
+            checkpoint.restore(state, self._run, module, optimizer, self.ledger, loader)
         self._run = state.run
-        if optimizer.lazy is not None:
-            optimizer.lazy.forget()
         if not self._key.seeded:
             # Going back to an earlier step with the same key would put the same noise on another gradient.
             self._key = RandomKey.from_os()

@@ -399,11 +399,10 @@ class PrivateOptimizer(Optimizer):
                 for name, rate in moved.items():
                     move_rows(self._parameters[name].detach(), rows[name], gradient.values[name], -rate)
                 if self.lazy is not None:
+                    self.lazy.advance()  # first: if the update is interrupted, the noise is owed all the same
                     for name in rows:
                         self.lazy.apply(name, rows[name], gradient.values[name])
                 self.inner.step()
-                if self.lazy is not None:
-                    self.lazy.advance()
         finally:
             for parameter in trained.values():
                 parameter.grad = None

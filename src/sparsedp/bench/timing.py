@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -106,6 +105,8 @@ def peak_memory() -> int:
     if status.is_file():  # getrusage would count what the parent process had when it started this one
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
+    import resource  # not on every system
+
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

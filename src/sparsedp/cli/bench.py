@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sparsedp.cli import benchlazydp
+
 MODELS = ("mlp", "pctr")
 
 
@@ -34,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     vocabulary.add_argument(
         "--no-memory", action="store_true", help="do not measure memory, which takes a process each"
     )
-    for kind in (step, vocabulary):
+    lazydp = kinds.add_parser(
+        "lazydp", help="DLRM under SGD, DP-SGD(B, R, F), LazyDP, EANA and AdaFEST (LazyDP's figures 10, 11, 13 and 14)"
+    )
+    benchlazydp.add_arguments(lazydp)
+    for kind in (step, vocabulary, lazydp):
         kind.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
 
 
@@ -45,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
         result = bench_step(args.model or list(MODELS), batch=args.batch, repeats=args.repeats, scale=args.scale)
         _show_step(console, result)
+    elif args.what == "lazydp":
+        result = benchlazydp.run(args, console)
     else:
         from sparsedp.bench.vocabulary import SIZES, bench_vocabulary
 

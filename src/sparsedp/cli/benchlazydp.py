@@ -81,7 +81,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
     result = bench_lazydp(
         Setting(gigabytes=chosen["gigabytes"], batch=int(chosen["batch"])),
-        sweeps=[name for name in VARIED if name in (args.vary or VARIED)],
+        vary=[name for name in VARIED if name in (args.vary or VARIED)],
         variants=args.variant or VARIANTS,
         repeats=int(chosen["repeats"]),
         slow_repeats=int(chosen["slow_repeats"]),
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    from sparsedp.bench.lazydp import SWEEPS, Setting, stages_of
+    from sparsedp.bench.lazydp import QUANTITIES, Setting, stages_of
     from sparsedp.bench.lazydp import VARIANTS as NAMES
 
     base = [row for row in result["rows"] if row["base"]]
@@ -111,15 +111,16 @@ def show(console: Console, result: dict[str, Any]) -> None:
                 f"{row['ratio_to_sgd']['median']:.2f}", "-" if peak is None else f"{100 * peak:.1f} %",
             )  # fmt: skip
         console.print(table)
-        stages = _table("Where the time goes (figure 11); best, ms", ("stage", *(NAMES[r["variant"]] for r in base)))
+        heads = [NAMES[row["variant"]].replace("(", " (") for row in base]  # where a narrow terminal may break the line
+        stages = _table("Where the time goes (figure 11); best, ms", ("stage", *heads))
         for stage in stages_of(base):
             times = [row["stages"].get(stage) for row in base]
             stages.add_row(stage, *("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in times))
         console.print(stages)
-    for name, sweep in SWEEPS.items():
+    for name, quantity in QUANTITIES.items():
         along = [row for row in result["rows"] if name in row["varied"]]
         if along:
-            console.print(_along(sweep.title, name, along, NAMES))
+            console.print(_along(quantity.title, name, along, NAMES))
     for row in base:
         if "settle" in row:
             console.print(

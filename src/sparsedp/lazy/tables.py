@@ -15,7 +15,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import SGD
 
 from sparsedp.capture import kernels
-from sparsedp.errors import UnsupportedError
+from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.lazy.pace import Coefficients, Pace
 from sparsedp.noise import RandomKey, row_normals
 
@@ -66,6 +66,7 @@ class LazyTables:
         aggregate: bool, steps: Callable[[], int],
     ) -> None:  # fmt: skip
         """`parameters` are the tables by name; `key()` is the noise's key; `steps()` the run's steps so far."""
+        self.broken = False  # whether rows were claimed that did not get their noise
         self._optimizer = optimizer
         self._key, self._std, self._aggregate, self._steps = key, std, aggregate, steps
         tables = {
@@ -89,8 +90,7 @@ class LazyTables:
         group = self._group_of[name]
         table = group.tables[name]
         if table.settled < group.pace.steps and table.awake:
-            rows, since = kernels.claim(table.since, ids.reshape(-1), group.pace.steps)
-            self._move(group, table, rows, since)
+            self._settle_rows(group, table, ids.reshape(-1))
 
     def settle_all(self, names: Collection[str] | None = None) -> None:
         """Settles all rows of some tables, or of all."""
@@ -106,10 +106,24 @@ class LazyTables:
             for name, group in self._group_of.items()
         }
 
-    def forget(self) -> None:
-        """Takes all rows as settled, because their weights were replaced."""
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Within it all weights are replaced; afterwards all rows are settled. If that fails, it is as before."""
+        broken = self.broken
+        if not broken:
+            self.settle_all()
+        self._restart_all()
+        try:
+            yield
+        except BaseException:
+            self.broken = broken
+            raise
+        self._restart_all()
+
+    def _restart_all(self) -> None:
         for group in self._groups:
             self._restart(group)
+        self.broken = False
 
     def _settle_table(self, name: str, group: _Group, table: _Table) -> None:
         rows, width = len(table.since), table.parameter.shape[1:].numel()
@@ -117,7 +131,7 @@ class LazyTables:
         with _progress(f"settling {name}", rows, rows * width > _LONG) as advance:
             for first in range(0, rows, step):
                 ids = torch.arange(first, min(first + step, rows))
-                self._move(group, table, *kernels.claim(table.since, ids, group.pace.steps))
+                self._settle_rows(group, table, ids)
                 advance(len(ids))
         table.settled = group.pace.steps
 
@@ -130,6 +144,16 @@ class LazyTables:
             table.settled = 0
 
     # ------------------------------------------------------------------ settling rows
+
+    def _settle_rows(self, group: _Group, table: _Table, ids: Tensor) -> None:
+        if self.broken:
+            raise SparseDPError(
+                "Settling was interrupted: some rows lack noise that they are owed, and which is not known. Load a "
+                "checkpoint, or start again."
+            )
+        self.broken = True
+        self._move(group, table, *kernels.claim(table.since, ids, group.pace.steps))
+        self.broken = False
 
     def _move(self, group: _Group, table: _Table, rows: Tensor, since: Tensor) -> None:
         """Takes rows that are settled up to the steps `since` to the present."""
@@ -210,7 +234,7 @@ class LazyTables:
                 table.awake = name in trained
 
     def apply(self, name: str, rows: Tensor, values: Tensor) -> None:
-        """Lets settled rows take their gradients, without noise."""
+        """Lets rows that were settled before this step take its gradients, without noise."""
         group = self._group_of[name]
         table = group.tables[name]
         pulled = group.coefficients.pull_back()
@@ -222,7 +246,7 @@ class LazyTables:
                 kernels.move_rows(self._momentum(table), rows, values, pulled[1])
 
     def advance(self) -> None:
-        """Ends a step: all rows are owed its noise."""
+        """Takes a step: all rows are owed its noise."""
         for group in self._groups:
             if not group.tables:
                 continue

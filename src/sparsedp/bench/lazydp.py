@@ -1,0 +1,338 @@
+"""`sparsedp bench lazydp`: a step of DLRM under SGD, DP-SGD in its three forms, LazyDP, EANA and AdaFEST.
+
+Of the LazyDP paper's section 7, at sizes that fit an ordinary machine: batch sizes (figures 10 and 14), stages of a step
+(figure 11), table sizes, pooling factors and skew (figure 13 a, b and d).
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from scipy.stats import norm
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import sparsedp
+from sparsedp.accounting import split_multiplier
+from sparsedp.bench.access import SKEWS, Skew, draw_ids
+from sparsedp.bench.baselines import MATERIALISED, dense_step
+from sparsedp.bench.step import Workload, plain_step, private_run
+from sparsedp.bench.timing import Stopwatch, Timing, interleaved, machine, peak_memory, ratio
+from sparsedp.errors import SparseDPError
+from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, Mechanism
+from sparsedp.models.dlrm import DLRM, MLPERF_DIM, MLPERF_TABLES, dlrm_table_sizes
+
+VARIANTS = {
+    "sgd": "SGD",
+    "dpsgd_b": "DP-SGD(B)",
+    "dpsgd_r": "DP-SGD(R)",
+    "dpsgd_f": "DP-SGD(F)",
+    "lazydp_unaggregated": "LazyDP without aggregation",
+    "lazydp": "LazyDP",
+    "eana": "EANA",
+    "adafest": "AdaFEST",
+}
+# These draw noise for every row of every table, in every step or, unaggregated, on average.
+SLOW = frozenset({"dpsgd_b", "dpsgd_r", "dpsgd_f", "lazydp_unaggregated"})
+# In the order of a step, for tables and plots.
+STAGES = (
+    "forward", "settling", "backward", "second backward", "collect", "selection", "noise", "unit gradients", "norms", "sums",
+    "update",
+)  # fmt: skip
+BYTES_PER_ROW = 4 * MLPERF_DIM
+WARMUP = 2
+_SETTLINGS = 3
+_ADAFEST_RATIO = 5.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step is measured at."""
+
+    gigabytes: float = 1.0  # of all tables together, 10^9 bytes each
+    batch: int = 2048
+    pooling: int = 1
+    skew: Skew = "uniform"
+
+    @property
+    def table_sizes(self) -> list[int]:
+        return dlrm_table_sizes(self.gigabytes * 1e9 / (BYTES_PER_ROW * sum(MLPERF_TABLES)))
+
+    @property
+    def table_bytes(self) -> int:
+        return BYTES_PER_ROW * sum(self.table_sizes)
+
+    def __str__(self) -> str:
+        return f"{self.gigabytes:g} GB, batch {self.batch}, pooling {self.pooling}, {self.skew}"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One quantity that is varied while the others stay as they are."""
+
+    title: str
+    values: Callable[[Setting], Iterable[Setting]]
+
+
+QUANTITIES = {
+    "batch": Quantity(
+        "Batch size (figures 10 and 14)", lambda s: [replace(s, batch=max(1, int(s.batch * f))) for f in (0.5, 1, 2)]
+    ),
+    "gigabytes": Quantity(
+        "Size of the tables (figure 13a)", lambda s: [replace(s, gigabytes=s.gigabytes * f) for f in (0.25, 0.5, 1, 2)]
+    ),
+    "pooling": Quantity("Ids per feature (figure 13b)", lambda s: [replace(s, pooling=p) for p in (1, 10, 20, 30)]),
+    "skew": Quantity("Skew of the lookups (figure 13d)", lambda s: [replace(s, skew=skew) for skew in SKEWS]),
+}
+
+
+# ---------------------------------------------------------------------- the model and its batches
+
+
+def workload(setting: Setting) -> Workload:
+    """DLRM with tables whose memory all variants share, so that they fit several times."""
+    sizes = setting.table_sizes
+    # So small that unclipped SGD does not diverge, whatever the pooling: its NaNs would be everybody's.
+    weights = [torch.empty(rows, MLPERF_DIM).uniform_(-0.01, 0.01) for rows in sizes]
+
+    def make(sparse: bool) -> nn.Module:
+        module = DLRM([1] * len(sizes), pooling=setting.pooling, sparse=sparse)
+        for table, weight in zip(module.tables, weights):
+            assert isinstance(table, (nn.Embedding, nn.EmbeddingBag))
+            table.num_embeddings, table.weight = len(weight), nn.Parameter(weight)
+        return module
+
+    return Workload("dlrm", make, draw_batch(setting, sizes))
+
+
+def draw_batch(setting: Setting, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+    ids = draw_ids(sizes, setting.batch, pooling=setting.pooling, skew=setting.skew)
+    return torch.rand(setting.batch, 13) * 100, ids, torch.rand(setting.batch).round()
+
+
+def touched_by(ids: Tensor) -> list[int]:
+    """The distinct rows of each table that a batch looks up."""
+    return [torch.unique(ids[:, table]).numel() for table in range(ids.shape[1])]
+
+
+# ---------------------------------------------------------------------- the variants
+
+
+@dataclass(frozen=True)
+class Variant:
+    step: Callable[[], None]
+    watch: Stopwatch
+    settle: Callable[[], None] | None = None
+
+
+def make_variant(
+    name: str, work: Workload, setting: Setting, *, buffers: dict[str, Tensor], rounds: int = 0
+) -> Variant:
+    """`buffers` are shared by the baselines. LazyDP's noise is made to wait as long as it does in a long run."""
+    watch = Stopwatch()
+    if name == "sgd":
+        return Variant(plain_step(work, watch), watch)
+    if name in ("dpsgd_b", "dpsgd_r"):
+        module = work.make(True)
+        for key, parameter in module.named_parameters():
+            buffers.setdefault(key, torch.empty_like(parameter, requires_grad=False))
+
+        def losses() -> Tensor:
+            *inputs, target = work.batch
+            return binary_cross_entropy_with_logits(module(*inputs), target, reduction="none")
+
+        form: Literal["B", "R"] = "B" if name == "dpsgd_b" else "R"
+        return Variant(dense_step(module, losses, form, units=setting.batch, buffers=buffers, watch=watch), watch)
+    run = private_run(work, watch, _mechanism(name, work, setting), sparse=True)
+    if not name.startswith("lazydp"):
+        return Variant(run.step, watch)
+    run.wait(waiting_steps(setting.table_sizes, touched_by(work.batch[1]), rounds))
+    return Variant(run.step, watch, run.engine.settle)
+
+
+def _mechanism(name: str, work: Workload, setting: Setting) -> Mechanism:
+    if name == "dpsgd_f":
+        return DPSGD()
+    if name == "eana":
+        return EANA()
+    if name == "adafest":
+        # So that it selects about as many untouched rows as the batch touches: the work of EANA and LazyDP.
+        touched, rows = sum(touched_by(work.batch[1])), sum(setting.table_sizes)
+        deviation = split_multiplier(1.0, _ADAFEST_RATIO)[0]
+        return AdaFEST(threshold=deviation * float(norm.isf(min(0.5, touched / rows))), noise_ratio=_ADAFEST_RATIO)
+    return sparsedp.LazyDP(aggregate=name == "lazydp")
+
+
+def waiting_steps(table_sizes: Sequence[int], touched: Sequence[int], rounds: int) -> int:
+    """How many steps the noise of a touched row has waited, on average, in a run that has been going on for long.
+
+    There, as many steps of noise are settled in each step as are added: one for every row. So a row that is touched has
+    waited rows / touched steps. Without aggregation, that is the work of a step, and a few steps after a start would hide
+    it. Tables that `rounds` steps go over anyway do not count: what their rows wait for is soon right by itself.
+    """
+    large = [(rows, own) for rows, own in zip(table_sizes, touched) if rows > rounds * own]
+    return round(sum(rows for rows, _ in large) / sum(own for _, own in large)) if large and rounds else 0
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def stages_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The stages that some of the rows have, in order."""
+    found = dict.fromkeys(stage for row in rows for stage in row["stages"])
+    return [*(stage for stage in STAGES if stage in found), *(stage for stage in found if stage not in STAGES)]
+
+
+def bench_lazydp(
+    base: Setting,
+    *,
+    vary: Collection[str] = tuple(QUANTITIES),
+    variants: Collection[str] = tuple(VARIANTS),
+    repeats: int = 20,
+    slow_repeats: int = 3,
+    memory: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Times all variants in turns at the base setting and along each quantity of `vary`. Returns what `--json` writes."""
+    names = [name for name in VARIANTS if name == "sgd" or name in variants]
+    varied: dict[Setting, list[str]] = {base: []}
+    for quantity in vary:
+        for setting in QUANTITIES[quantity].values(base):
+            varied.setdefault(setting, []).append(quantity)
+    rows: list[dict[str, Any]] = []
+    left_out = []
+    for number, (setting, along) in enumerate(varied.items(), 1):
+        gc.collect()  # the last setting's tables
+        fitting = _that_fit(names, setting, available_memory())
+        if missing := [name for name in names if name not in fitting]:
+            left_out.append({"setting": asdict(setting), "variants": missing, "reason": "not enough memory"})
+        say(f"{number}/{len(varied)}  {setting}: {', '.join(fitting) or 'does not fit into memory'}")
+        if fitting:
+            found = _measure(setting, fitting, repeats, slow_repeats)
+            rows += [{"setting": asdict(setting), "base": setting == base, "varied": along, **row} for row in found]
+    peaks = []
+    for name in {row["variant"]: None for row in rows if row["base"]} if memory else ():
+        say(f"memory: {name}")
+        peaks.append({"variant": name, **_extra_memory(base, name)})
+    return {
+        "benchmark": "lazydp",
+        "base": asdict(base),
+        "materialised": MATERIALISED,
+        "machine": machine(),
+        "rows": rows,
+        "memory": peaks,
+        "left_out": left_out,
+    }
+
+
+def _measure(setting: Setting, names: list[str], repeats: int, slow_repeats: int) -> list[dict[str, Any]]:
+    work = workload(setting)
+    sizes, touched = setting.table_sizes, sum(touched_by(work.batch[1]))
+    counts = {name: min(repeats, slow_repeats) if name in SLOW else repeats for name in names}
+    buffers: dict[str, Tensor] = {}
+    made = {name: make_variant(name, work, setting, buffers=buffers, rounds=WARMUP + counts[name]) for name in names}
+
+    def renew() -> None:
+        # Another batch for every run: its rows are in nobody's cache, and LazyDP's have waited.
+        work.batch = draw_batch(setting, sizes)
+
+    timings = interleaved({name: variant.step for name, variant in made.items()}, counts, WARMUP, renew)
+    rows = []
+    for name, timing in timings.items():
+        row: dict[str, Any] = {"variant": name, "repeats": counts[name], **timing.to_dict()}
+        row["ratio_to_sgd"] = ratio(timing, timings["sgd"])
+        if "dpsgd_f" in timings:
+            row["dpsgd_f_over_this"] = ratio(timings["dpsgd_f"], timing)
+        if "eana" in timings:
+            row["ratio_to_eana"] = ratio(timing, timings["eana"])
+        row["stages"] = made[name].watch.stages
+        if name == "lazydp":
+            row["settle"] = _time_settling(made[name], renew).to_dict()
+        rows.append({"table_rows": sum(sizes), "rows_touched": touched, **row})
+    return rows
+
+
+def _time_settling(variant: Variant, renew: Callable[[], None]) -> Timing:
+    """Of all tables, at the end of training. Aggregated, it takes as long after one step as after a thousand."""
+    assert variant.settle is not None
+    seconds = []
+    for _ in range(_SETTLINGS):
+        renew()
+        variant.step()
+        start = time.perf_counter()
+        variant.settle()
+        seconds.append(time.perf_counter() - start)
+    return Timing.of(seconds)
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping, as far as the system says."""
+    info = Path("/proc/meminfo")
+    if info.is_file():
+        line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
+        return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _that_fit(names: Sequence[str], setting: Setting, available: int) -> list[str]:
+    """The variants for which there is memory. (B) and (R) share a gradient of the tables' size, (F) has another."""
+    tables, working = setting.table_bytes, 2 * MATERIALISED
+    if tables + working > available:
+        return []
+    left = available - tables - working
+    dropped: set[str] = set()
+    for group in ({"dpsgd_f"}, {"dpsgd_b", "dpsgd_r"}):
+        if group & set(names):
+            dropped |= group if left < tables else set()
+            left -= tables
+    return [name for name in names if name not in dropped]
+
+
+def _extra_memory(setting: Setting, variant: str) -> dict[str, float]:
+    """Peak memory beyond the tables, measured in a process of its own: bytes, and as a share of the tables."""
+    command = [sys.executable, "-m", "sparsedp.bench.lazydp", json.dumps(asdict(setting)), variant]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SparseDPError(f"Measuring the memory of {VARIANTS[variant]} failed: {done.stderr.strip()[-2000:]}")
+    extra = json.loads(done.stdout)["extra"]
+    return {"bytes": extra, "share_of_tables": extra / setting.table_bytes}
+
+
+def _peak_beyond_tables(setting: Setting, name: str) -> int:
+    """Runs some steps, and settles; what the process took at most, less what it took with the tables filled."""
+    tiny = replace(setting, gigabytes=0.001, batch=8)  # loads and compiles whatever a step needs
+    _run_some(make_variant(name, workload(tiny), tiny, buffers={}), lambda: None)
+    work = workload(setting)
+    sizes = setting.table_sizes
+
+    def renew() -> None:
+        work.batch = draw_batch(setting, sizes)
+
+    before = peak_memory()
+    _run_some(make_variant(name, work, setting, buffers={}), renew)
+    return peak_memory() - before
+
+
+def _run_some(variant: Variant, renew: Callable[[], None]) -> None:
+    for _ in range(3):
+        renew()
+        variant.step()
+    if variant.settle is not None:
+        variant.settle()
+
+
+if __name__ == "__main__":
+    print(json.dumps({"extra": _peak_beyond_tables(Setting(**json.loads(sys.argv[1])), sys.argv[2])}))
