@@ -431,3 +431,79 @@ def test_many_repeats_of_one_row_keep_their_precision() -> None:
     factors[0] = 0
     without = uses.weighted_sum(factors, table.weight.shape).values.double()
     assert float((whole - without).norm()) <= 1 + 2e-3
+
+
+@pytest.mark.parametrize("mechanism", [sparsedp.DPSGD(), sparsedp.EANA()], ids=["dpsgd", "eana"])
+def test_units_of_a_failed_step_do_not_join_the_next(mechanism: sparsedp.Mechanism) -> None:
+    """The first part of a logical batch was clipped and kept; then a NaN ends the step. The next step starts from nothing."""
+    ids, target = torch.randint(5, (8,)), torch.ones(8)
+    module = nn.Sequential(nn.Embedding(5, 2), nn.Linear(2, 1), nn.Flatten(0))
+    engine, module, optimizer, loader = make_private(
+        module, loader_of(ids, target, batch_size=8), noise_multiplier=0.0, max_grad_norm=1.0, mechanism=mechanism,
+        max_physical_batch=4, optimizer=torch.optim.SGD(module.parameters(), lr=1.0), poisson_sampling=False,
+    )  # fmt: skip
+    for number, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        (module(x) * y * 1e3 * (float("nan") if number == 1 else 1.0)).mean().backward()
+        if number == 0:
+            optimizer.step()
+        else:
+            with pytest.raises(sparsedp.NonFiniteGradientError):
+                optimizer.step()
+    for x, y in loader:
+        optimizer.zero_grad()
+        (module(x) * y * 1e3).mean().backward()
+        optimizer.step()
+    assert optimizer.last_step is not None and optimizer.last_step.units == 8
+    assert engine.ledger.steps == 1
+
+
+def test_the_rest_of_a_failed_batch_is_refused() -> None:
+    module = nn.Sequential(nn.Linear(2, 1), nn.Flatten(0))
+    _, module, optimizer, loader = make_private(
+        module, loader_of(torch.rand(8, 2), torch.ones(8), batch_size=8), noise_multiplier=0.0, max_physical_batch=4,
+        poisson_sampling=False,
+    )  # fmt: skip
+    errors = []
+    for number, (x, _) in enumerate(loader):
+        optimizer.zero_grad()
+        (module(x) * (float("nan") if number == 0 else 1.0)).mean().backward()
+        with pytest.raises(sparsedp.SparseDPError) as error:
+            optimizer.step()
+        errors.append(str(error.value))
+    assert "NaN" in errors[0] and "in order" in errors[1]
+
+
+def test_branches_of_a_run_do_not_share_steps(tmp_path: Path) -> None:
+    """Two engines continue one checkpoint. Whoever then loads the other's has seen the steps of both."""
+
+    def engine(steps: int, start: Path | None = None) -> Any:
+        parts = make_private(nn.Linear(3, 1), loader_of(torch.rand(40, 3), torch.rand(40), batch_size=4), seed=None)
+        if start is not None:
+            parts[0].load_checkpoint(start)
+        take(parts, steps)
+        return parts
+
+    def take(parts: Any, steps: int) -> None:
+        made, module, optimizer, loader = parts
+        goal = made.ledger.steps + steps
+        while made.ledger.steps < goal:
+            for x, y in loader:
+                optimizer.zero_grad()
+                if len(x):
+                    (module(x).squeeze(1) - y).square().mean().backward()
+                optimizer.step()
+                if made.ledger.steps == goal:
+                    break
+
+    first = engine(5)
+    first[0].save_checkpoint(tmp_path / "early.pt")
+    take(first, 5)
+    first[0].save_checkpoint(tmp_path / "late.pt")
+    second = engine(7, tmp_path / "early.pt")
+    second[0].load_checkpoint(tmp_path / "late.pt")
+    assert (second[0].ledger.steps, second[0].ledger.abandoned) == (10, 7)
+    second[0].load_checkpoint(tmp_path / "early.pt")
+    assert (second[0].ledger.steps, second[0].ledger.abandoned) == (5, 12)
+    second[0].load_checkpoint(tmp_path / "late.pt")
+    assert (second[0].ledger.steps, second[0].ledger.abandoned) == (10, 7)

@@ -353,6 +353,7 @@ WAYS: dict[str, Callable[[Run], Any]] = {
         torch.float64
     ),
     "functional_call": lambda run: torch.func.functional_call(run.module.one, {}, torch.arange(ROWS)),
+    "copy.copy": lambda run: copy.copy(run.module.one.weight),
     "engine.settle": lambda run: (run.engine.settle(), run.module.one.weight)[1],
     "close": lambda run: (run.engine.close(), run.module.one.weight)[1],
 }
@@ -377,7 +378,7 @@ def test_no_way_out_unsettled(name: str) -> None:
     assert not leaks(WAYS[name](run), settled)
 
 
-@pytest.mark.parametrize("name", ["state_dict", "data", "detach", "slices", "transposed", "as_subclass"])
+@pytest.mark.parametrize("name", ["state_dict", "data", "detach", "slices", "transposed", "as_subclass", "copy.copy"])
 def test_what_was_taken_before_is_settled_when_it_is_read(name: str) -> None:
     """best = model.state_dict() shares memory with the weights: read after more steps, it must have their noise."""
     reference = Run(sparsedp.LazyDP(), momentum=0.5).train(4)
@@ -479,3 +480,69 @@ def test_interrupted_update_is_owed_its_noise(monkeypatch: pytest.MonkeyPatch) -
         run.train(9)
     assert run.engine.ledger.steps == 9
     assert run.engine.pending()["one.weight"] == ROWS
+
+
+def test_momentum_is_guarded() -> None:
+    """The user's own SGD object holds the buffers: read through it, or through an earlier state_dict, they are settled."""
+
+    def buffers(run: Run) -> list[Tensor]:
+        return [state["momentum_buffer"] for state in run.optimizer.inner.state.values() if "momentum_buffer" in state]
+
+    for take in (
+        buffers,
+        lambda run: [s["momentum_buffer"] for s in run.optimizer.inner.state_dict()["state"].values()],
+    ):
+        reference, run = (Run(sparsedp.LazyDP(), momentum=0.5).train(4) for _ in range(2))
+        for one in (reference, run):
+            one.engine.settle()
+        reference_buffers, early = take(reference), take(run)
+        for one in (reference, run):
+            one.train(12)
+        reference.engine.settle()
+        assert sum(run.engine.pending().values()) > 0
+        for mine, settled in zip(early, reference_buffers):
+            assert torch.equal(mine.clone(), settled.clone())
+
+
+def test_hooks_of_the_step_see_settled_weights() -> None:
+    seen: list[Tensor] = []
+    run = Run(sparsedp.LazyDP()).train(3)
+    run.optimizer.register_step_post_hook(lambda *_: seen.append(run.module.state_dict()["one.weight"].clone()))
+    run.train(6)
+    assert run.engine.pending()["one.weight"] == 0
+    assert torch.equal(seen[-1], run.module.one.weight.clone())
+
+
+def test_a_failed_load_leaves_broken_tables_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    run = Run(sparsedp.LazyDP()).train(4)
+    run.engine.save_checkpoint(tmp_path / "c.pt")
+    run.train(8)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("sparsedp.lazy.tables.row_normals", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        run.engine.settle()
+    with monkeypatch.context() as patch, pytest.raises(sparsedp.CheckpointError):
+        patch.setattr(
+            run.loader,
+            "load_state_dict",
+            lambda state: (_ for _ in ()).throw(ValueError("no")) if patch.undo() is None else None,
+        )
+        run.engine.load_checkpoint(tmp_path / "c.pt")
+    for way in ("state_dict", "embedding in eval"):
+        with pytest.raises(sparsedp.SparseDPError, match="interrupted"):
+            WAYS[way](run)
+
+
+def test_loading_an_optimizer_state_settles_first() -> None:
+    run = Run(sparsedp.LazyDP(), momentum=0.5).train(4)
+    state = copy.deepcopy(run.optimizer.state_dict())
+    run.train(8)
+    run.optimizer.load_state_dict(state)
+    assert sum(run.engine.pending().values()) == 0
+
+
+def test_a_forked_process_may_not_settle() -> None:
+    run = Run(sparsedp.LazyDP()).train(4)
+    assert run.optimizer.lazy is not None
+    run.optimizer.lazy._process += 1
+    with pytest.raises(sparsedp.SparseDPError, match="forked"):
+        run.module.state_dict()

@@ -170,3 +170,11 @@ def test_rows_move_as_torch_moves_them(mechanism: sparsedp.Mechanism) -> None:
     direct = trained(mechanism)
     for name, value in trained(mechanism, watched=True).items():
         torch.testing.assert_close(value, direct[name], rtol=1e-6, atol=1e-7)
+
+
+def test_norms_are_not_those_of_a_tensor_that_had_the_same_memory() -> None:
+    known = RowNorms()
+    for size in range(1, 30):
+        x = torch.full((64, 8), float(size))  # the allocator likes to give memory that was just freed
+        assert torch.equal(known.squared(x), torch.full((64,), 8.0 * size**2, dtype=torch.float64))
+        del x

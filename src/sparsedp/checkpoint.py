@@ -25,6 +25,8 @@ _KEYS = {
     "format",
     "plan",
     "plan_hash",
+    "run",
+    "mark",
     "model",
     "optimizer",
     "ledger",
@@ -38,7 +40,8 @@ _KEYS = {
 @dataclass
 class State:
     plan: PrivacyPlan
-    run: str  # the same for all checkpoints of a run
+    run: str  # the same for all checkpoints of a run, by whichever engine that continued it
+    mark: str  # this checkpoint's own
     model: dict[str, Any]
     optimizer: dict[str, Any]
     ledger: Any
@@ -61,6 +64,7 @@ def save(path: str | os.PathLike[str], state: State) -> None:
         "plan": state.plan.to_dict(),
         "plan_hash": state.plan.hash,
         "run": state.run,
+        "mark": state.mark,
         "model": state.model,
         "optimizer": state.optimizer,
         "ledger": state.ledger,
@@ -105,6 +109,7 @@ def load(path: str | os.PathLike[str], plan: PrivacyPlan, seed: int | None) -> S
     return State(
         plan=plan,
         run=content["run"],
+        mark=content["mark"],
         model=content["model"],
         optimizer=content["optimizer"],
         ledger=content["ledger"],
@@ -120,9 +125,17 @@ def load(path: str | os.PathLike[str], plan: PrivacyPlan, seed: int | None) -> S
 
 
 def restore(
-    state: State, run: str, module: nn.Module, optimizer: PrivateOptimizer, ledger: Ledger, loader: PrivateLoader
+    state: State,
+    common: Ledger | None,
+    module: nn.Module,
+    optimizer: PrivateOptimizer,
+    ledger: Ledger,
+    loader: PrivateLoader,
 ) -> None:
-    """Puts a state in place, in run `run`. What can fail is tried on the side, so that a failure changes nothing."""
+    """Puts a state in place. What can fail is tried on the side, so that a failure changes nothing.
+
+    `common` is what the ledger has in common with the checkpoint's; None: all that the checkpoint's holds.
+    """
     _check_model(state.model, module)
     saved = Ledger()
     saved.load_state_dict(state.ledger)
@@ -140,7 +153,7 @@ def restore(
         loader.load_state_dict(position)
         raise CheckpointError(f"The checkpoint does not fit the optimizer or the loader: {error}") from error
     module.load_state_dict(state.model)
-    ledger.go_back(saved, same_run=state.run == run)
+    ledger.go_back(saved, saved if common is None else common)
     optimizer.forget()
     optimizer.prepared, optimizer.counted, optimizer.memory = state.prepared, list(state.counted), dict(state.memory)
     if state.torch_generator is not None:

@@ -62,6 +62,10 @@ class PrivacyEngine:
         self._notes: list[str] = []
         self._checked = 0  # units that sparsedp.check looked at
         self._run = secrets.token_hex(16)
+        self._marks: set[str] = (
+            set()
+        )  # of the checkpoints that were written or read here: states of this engine's ledger
+        self._read = Ledger()  # as it was in the checkpoint that was read last
         self._capture: Capture | None = None
 
     # ------------------------------------------------------------------ making things private
@@ -314,12 +318,14 @@ class PrivacyEngine:
         same law.
         """
         module, optimizer, loader = self._parts()
+        mark = secrets.token_hex(16)
         checkpoint.save(path, checkpoint.State(
-            plan=self.plan, run=self._run, model=module.state_dict(), optimizer=optimizer.state_dict(),
+            plan=self.plan, run=self._run, mark=mark, model=module.state_dict(), optimizer=optimizer.state_dict(),
             ledger=self.ledger.state_dict(),
             loader=loader.state_dict(), prepared=optimizer.prepared, counted=optimizer.counted, memory=optimizer.memory,
             seed=self._seed, extra=extra or {},
         ))  # fmt: skip
+        self._marks.add(mark)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Continues a run with the same plan; returns the caller's `extra`. If anything is wrong, nothing changes.
@@ -329,8 +335,12 @@ class PrivacyEngine:
         module, optimizer, loader = self._parts()
         state = checkpoint.load(path, self.plan, seed=self._seed)
         with nullcontext() if optimizer.lazy is None else optimizer.lazy.replaced():
-            checkpoint.restore(state, self._run, module, optimizer, self.ledger, loader)
+            # A checkpoint of the same run by another engine shares with this one what both of them read.
+            common = None if state.mark in self._marks else self._read if state.run == self._run else Ledger()
+            checkpoint.restore(state, common, module, optimizer, self.ledger, loader)
         self._run = state.run
+        self._marks.add(state.mark)
+        self._read.load_state_dict(state.ledger)
         if not self._key.seeded:
             # Going back to an earlier step with the same key would put the same noise on another gradient.
             self._key = RandomKey.from_os()

@@ -89,6 +89,11 @@ class _Accumulated:
         self.touched = torch.unique(torch.cat([self.touched, rows])) if self.touched.numel() else rows
 
 
+def _unguarded() -> AbstractContextManager[Any]:
+    """Within it lazy tables are as they are: their guards would settle what is about to be updated."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
 class PrivateOptimizer(Optimizer):
     """Stands where the user's optimizer stood: `step()` makes one private step with it.
 
@@ -163,6 +168,8 @@ class PrivateOptimizer(Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.lazy is not None:
+            self.lazy.settle_all()
         self.inner.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -201,10 +208,6 @@ class PrivateOptimizer(Optimizer):
         """One private step; for all but the last physical batch of a logical one, only its clipped sum is kept."""
         if closure is not None:
             raise UnsupportedError("A closure would evaluate the loss several times in one step. Call step() without.")
-        with torch._C.DisableTorchFunctionSubclass():  # lazy tables' guards would settle what is about to be updated
-            self._step()
-
-    def _step(self) -> None:
         batch = self._next_batch()
         self._refuse_ordinary_gradients()
         with self.stage("collect"):
@@ -215,15 +218,26 @@ class PrivateOptimizer(Optimizer):
             captured = Captured(0, {})
         elif captured.units != batch.units:
             raise SparseDPError(f"The loss is over {captured.units} units, the current batch has {batch.units}.")
-        self._stepped = batch
-        if self.plan.mechanism.selects:
-            self._held.append(captured)
-        else:
-            if self._accumulated.gradient is None:
-                self._accumulated.gradient = self._begin(None)
-            self._accumulate(captured, self._accumulated.gradient)
+        self._stepped, taken = batch, self.ledger.steps
+        try:
+            self._take(batch, captured)
+        except BaseException:
+            # What was collected of this logical batch must not slip into the next one.
+            self._accumulated, self._held = _Accumulated(), []
+            if self.ledger.steps == taken:
+                self._stepped = None
+            raise
+
+    def _take(self, batch: BatchInfo, captured: Captured) -> None:
+        with _unguarded():
+            if self.plan.mechanism.selects:
+                self._held.append(captured)
+            else:
+                if self._accumulated.gradient is None:
+                    self._accumulated.gradient = self._begin(None)
+                self._accumulate(captured, self._accumulated.gradient)
         if batch.last:
-            self._release()
+            self._release(batch.span)
 
     def _next_batch(self) -> BatchInfo:
         batch = self._current_batch()
@@ -365,48 +379,57 @@ class PrivateOptimizer(Optimizer):
             )
         return total.sqrt() * self._scale(captured)
 
-    def _release(self) -> None:
+    def _release(self, span: int | None) -> None:
         """Selects rows, adds the noise, lets the wrapped optimizer update, and writes the step into the ledger."""
         step = self.ledger.steps
-        mechanism, tables = self.plan.mechanism, self._trained_tables()
-        span = None if self._stepped is None else self._stepped.span
         self.prepare(span)
-        if self.lazy is not None:
-            self.lazy.begin(tables)
-        if mechanism.selects:
-            with self.stage("selection"):
-                selection = mechanism.select(self._held, self._step_context(step, tables))
-            gradient = self._begin(selection)
-            for captured in self._held:
-                self._accumulate(captured, gradient)
-        else:
-            assert self._accumulated.gradient is not None
-            gradient = self._accumulated.gradient
+        with _unguarded():
+            gradient = self._gradient(step)
         done, self._accumulated, self._held = self._accumulated, _Accumulated(), []
-        trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
-        rows = gradient.selection or {}
-        plain = self._plain_rates() if rows and self.lazy is None else {}
-        moved = {name: plain[name] for name in rows if name in plain}
-        for name, parameter in trained.items():
-            waits = self.lazy is not None and name in self.lazy
-            parameter.grad = None if waits or name in moved else gradient.as_sparse(name)
         # Written first: if the update is interrupted, the budget counts as spent.
         self.ledger.record(self.plan.step_event(span), scope=span)
         try:
             with self.stage("update"), warnings.catch_warnings():
                 # torch's own optimizers make sparse tensors in a way that torch warns about.
                 warnings.filterwarnings("ignore", "Sparse invariant checks")
-                for name, rate in moved.items():
-                    move_rows(self._parameters[name].detach(), rows[name], gradient.values[name], -rate)
-                if self.lazy is not None:
-                    self.lazy.advance()  # first: if the update is interrupted, the noise is owed all the same
-                    for name in rows:
-                        self.lazy.apply(name, rows[name], gradient.values[name])
-                self.inner.step()
+                with _unguarded():
+                    self._hand_over(gradient)
+                self.inner.step()  # guarded: somebody's hooks may read the weights
         finally:
-            for parameter in trained.values():
+            for parameter in self._parameters.values():
                 parameter.grad = None
-        self.last_step = self._report(step, done, tables, gradient)
+        with _unguarded():
+            self.last_step = self._report(step, done, self._trained_tables(), gradient)
+
+    def _gradient(self, step: int) -> NoisyGradient:
+        """The noisy gradient of the whole logical batch."""
+        mechanism, tables = self.plan.mechanism, self._trained_tables()
+        if self.lazy is not None:
+            self.lazy.begin(tables)
+        if not mechanism.selects:
+            assert self._accumulated.gradient is not None
+            return self._accumulated.gradient
+        with self.stage("selection"):
+            selection = mechanism.select(self._held, self._step_context(step, tables))
+        gradient = self._begin(selection)
+        for captured in self._held:
+            self._accumulate(captured, gradient)
+        return gradient
+
+    def _hand_over(self, gradient: NoisyGradient) -> None:
+        """Gives the wrapped optimizer its gradients; rows that it would merely move are moved here."""
+        rows = gradient.selection or {}
+        plain = self._plain_rates() if rows and self.lazy is None else {}
+        if self.lazy is not None:
+            self.lazy.advance()  # first: if the update is interrupted, the noise is owed all the same
+        for name, parameter in self._parameters.items():
+            if self.lazy is not None and name in self.lazy:
+                if name in rows:
+                    self.lazy.apply(name, rows[name], gradient.values[name])
+            elif name in rows and name in plain:
+                move_rows(parameter.detach(), rows[name], gradient.values[name], -plain[name])
+            elif parameter.requires_grad:
+                parameter.grad = gradient.as_sparse(name)
 
     def _plain_rates(self) -> dict[str, float]:
         """The learning rates of the parameters that the wrapped optimizer merely moves against their gradients.

@@ -75,19 +75,15 @@ class Ledger:
         """One-off releases on the data of a scope, abandoned ones included."""
         return sum(entry.count for entry in self.entries if entry.scope == scope and entry.setup)
 
-    def go_back(self, saved: Ledger, *, same_run: bool) -> None:
-        """Takes over a saved ledger, and keeps on record what ran besides it.
+    def go_back(self, saved: Ledger, common: Ledger) -> None:
+        """Takes over a saved ledger, and keeps on record what ran here and is not in it.
 
-        With `same_run` the saved ledger is an earlier state of this one; otherwise everything here ran besides it.
+        `common` is an earlier state of this ledger: the saved one has it in common with this one as far as it goes.
         """
-        left: Counter[tuple[DpEvent, bool, int | None]] = Counter()
-        for entry in self.entries:
-            left[entry.event, entry.setup, entry.scope] += entry.count
-        if same_run:
-            for entry in saved.entries:
-                left[entry.event, entry.setup, entry.scope] -= entry.count
-        besides = [Entry(event, n, setup, True, scope) for (event, setup, scope), n in left.items() if n > 0]
-        self.entries = [*saved.entries, *besides]
+        besides = _counted(self)
+        besides.subtract(_counted(common) & _counted(saved))
+        left = [Entry(event, n, setup, True, scope) for (event, setup, scope), n in besides.items() if n > 0]
+        self.entries = [*saved.entries, *left]
 
     def events(self) -> list[DpEvent]:
         """What a unit can have been part of, for an accountant: the costliest of these events is the ledger's cost."""
@@ -123,6 +119,13 @@ class Ledger:
             raise CheckpointError(f"the ledger's composition must be sequential or parallel; got {composition!r}")
         self.entries = [_load_entry(index, entry, version) for index, entry in enumerate(state["entries"])]
         self.composition = composition
+
+
+def _counted(ledger: Ledger) -> Counter[tuple[DpEvent, bool, int | None]]:
+    counts: Counter[tuple[DpEvent, bool, int | None]] = Counter()
+    for entry in ledger.entries:
+        counts[entry.event, entry.setup, entry.scope] += entry.count
+    return counts
 
 
 def _composed(entries: list[Entry]) -> DpEvent:

@@ -294,13 +294,14 @@ class RowNorms:
     """Squared row norms by tensor, so that none is read twice. For tensors that stay as they are meanwhile."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple, Tensor] = {}
+        # With the tensor itself: its memory must not be used for another one that would pass for it.
+        self._known: dict[tuple, tuple[Tensor, Tensor]] = {}
 
     def squared(self, x: Tensor) -> Tensor:
         key = (x.data_ptr(), x.shape, x.stride())
         if key not in self._known:
-            self._known[key] = squared_rows(x)
-        return self._known[key]
+            self._known[key] = (x, squared_rows(x))
+        return self._known[key][1]
 
 
 def _per_unit(values: Tensor, units: Tensor, count: int) -> Tensor:

@@ -48,6 +48,9 @@ class _Guarded:
         with torch._C.DisableTorchFunctionSubclass():
             return _with_aliases_guarded(torch.Tensor.as_subclass(self, cls), [self])  # type: ignore[arg-type]
 
+    def __copy__(self) -> Any:
+        return self.detach()  # type: ignore[attr-defined]
+
     def __deepcopy__(self, memo: dict) -> Tensor:
         """An ordinary tensor with settled values."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -74,8 +77,16 @@ class LazyAlias(_Guarded, torch.Tensor):
 
 
 def guard(parameter: nn.Parameter, tables: LazyTables, name: str) -> None:
+    """Guards a table, and its momentum when there is one."""
     parameter.__class__ = LazyTable
     parameter.lazy_tables, parameter.lazy_name = tables, name  # type: ignore[attr-defined]
+    tables.wrap = lambda tensor, own: _alias(tensor, tables, own)
+
+
+def _alias(tensor: Tensor, tables: LazyTables, name: str) -> LazyAlias:
+    alias = torch.Tensor.as_subclass(tensor, LazyAlias)
+    alias.lazy_tables, alias.lazy_name = tables, name
+    return alias
 
 
 def unguard(parameter: nn.Parameter) -> None:
@@ -141,9 +152,7 @@ def _with_aliases_guarded(out: Any, guarded: list[Any]) -> Any:
         memory = out.untyped_storage().data_ptr()
         for table in guarded:
             if memory and memory == table.untyped_storage().data_ptr():
-                alias = torch.Tensor.as_subclass(out, LazyAlias)
-                alias.lazy_tables, alias.lazy_name = table.lazy_tables, table.lazy_name
-                return alias
+                return _alias(out, table.lazy_tables, table.lazy_name)
         return out
     if type(out) in (tuple, list):
         return type(out)(_with_aliases_guarded(item, guarded) for item in out)

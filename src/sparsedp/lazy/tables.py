@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -67,6 +69,8 @@ class LazyTables:
     ) -> None:  # fmt: skip
         """`parameters` are the tables by name; `key()` is the noise's key; `steps()` the run's steps so far."""
         self.broken = False  # whether rows were claimed that did not get their noise
+        self.wrap: Callable[[Tensor, str], Tensor] = lambda tensor, name: tensor  # guards what shares a table's fate
+        self._lock, self._process = threading.RLock(), os.getpid()
         self._optimizer = optimizer
         self._key, self._std, self._aggregate, self._steps = key, std, aggregate, steps
         tables = {
@@ -87,6 +91,7 @@ class LazyTables:
 
     def settle(self, name: str, ids: Tensor) -> None:
         """Gives the rows `ids` of a table the noise that they are owed. Any shape; repeated ids are settled once."""
+        self._require_whole()
         group = self._group_of[name]
         table = group.tables[name]
         if table.settled < group.pace.steps and table.awake:
@@ -94,6 +99,7 @@ class LazyTables:
 
     def settle_all(self, names: Collection[str] | None = None) -> None:
         """Settles all rows of some tables, or of all."""
+        self._require_whole()
         for name, group in self._group_of.items():
             table = group.tables[name]
             if (names is None or name in names) and table.awake and table.settled < group.pace.steps:
@@ -146,14 +152,23 @@ class LazyTables:
     # ------------------------------------------------------------------ settling rows
 
     def _settle_rows(self, group: _Group, table: _Table, ids: Tensor) -> None:
-        if self.broken:
+        with self._lock:
+            self.broken = True
+            self._move(group, table, *kernels.claim(table.since, ids, group.pace.steps))
+            self.broken = False
+
+    def _require_whole(self) -> None:
+        with self._lock:  # another thread may be settling
+            if self.broken:
+                raise SparseDPError(
+                    "Settling was interrupted: some rows lack noise that they are owed, and which is not known. Load a "
+                    "checkpoint, or start again."
+                )
+        if os.getpid() != self._process:
             raise SparseDPError(
-                "Settling was interrupted: some rows lack noise that they are owed, and which is not known. Load a "
-                "checkpoint, or start again."
+                "This process was forked from the one that trains: both would give the same rows different noise. Call "
+                "engine.settle() before, and engine.close() to hand the weights on."
             )
-        self.broken = True
-        self._move(group, table, *kernels.claim(table.since, ids, group.pace.steps))
-        self.broken = False
 
     def _move(self, group: _Group, table: _Table, rows: Tensor, since: Tensor) -> None:
         """Takes rows that are settled up to the steps `since` to the present."""
@@ -200,10 +215,14 @@ class LazyTables:
     def _momentum(self, table: _Table) -> Tensor:
         """torch's momentum buffer of a table, which it would make at the first step."""
         state = self._optimizer.state[table.parameter]
-        if state.get("momentum_buffer") is None:
-            with torch._C.DisableTorchFunctionSubclass():
-                state["momentum_buffer"] = torch.zeros_like(table.parameter.detach())
-        return state["momentum_buffer"]
+        with torch._C.DisableTorchFunctionSubclass():
+            buffer = state.get("momentum_buffer")
+            if buffer is None:
+                buffer = torch.zeros_like(table.parameter.detach(), memory_format=torch.contiguous_format)
+            if type(buffer) in (Tensor, nn.Parameter):  # new, or loaded
+                name = next(name for group in self._groups for name, own in group.tables.items() if own is table)
+                buffer = state["momentum_buffer"] = self.wrap(buffer.as_subclass(Tensor), name)
+        return buffer
 
     # ------------------------------------------------------------------ a step
 
