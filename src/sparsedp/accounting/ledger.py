@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from dp_accounting import ComposedDpEvent, DpEvent, SelfComposedDpEvent
@@ -82,7 +83,8 @@ class Ledger:
         """
         besides = _counted(self)
         besides.subtract(_counted(common) & _counted(saved))
-        left = [Entry(event, n, setup, True, scope) for (event, setup, scope), n in besides.items() if n > 0]
+        events = {_key(entry): entry for entry in self.entries}
+        left = [replace(events[key], count=n, abandoned=True) for key, n in besides.items() if n > 0]
         self.entries = [*saved.entries, *left]
 
     def events(self) -> list[DpEvent]:
@@ -121,11 +123,17 @@ class Ledger:
         self.composition = composition
 
 
-def _counted(ledger: Ledger) -> Counter[tuple[DpEvent, bool, int | None]]:
-    counts: Counter[tuple[DpEvent, bool, int | None]] = Counter()
+def _counted(ledger: Ledger) -> Counter[str]:
+    """How often each event happened, abandoned or not."""
+    counts: Counter[str] = Counter()
     for entry in ledger.entries:
-        counts[entry.event, entry.setup, entry.scope] += entry.count
+        counts[_key(entry)] += entry.count
     return counts
+
+
+def _key(entry: Entry) -> str:
+    """An event, whether it was a setup, and its scope, as text: composed events cannot be hashed."""
+    return json.dumps([event_to_dict(entry.event), entry.setup, entry.scope], sort_keys=True)
 
 
 def _composed(entries: list[Entry]) -> DpEvent:
