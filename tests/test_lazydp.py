@@ -546,3 +546,18 @@ def test_a_forked_process_may_not_settle() -> None:
     run.optimizer.lazy._process += 1
     with pytest.raises(sparsedp.SparseDPError, match="forked"):
         run.module.state_dict()
+
+
+def test_settling_on_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of rows on all cores give what one thread gives."""
+
+    def settled(chunk: int, threads: int) -> dict[str, Tensor]:
+        monkeypatch.setattr("sparsedp.lazy.tables._CHUNK", chunk)
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            return Run(sparsedp.LazyDP(), **SETTINGS["everything"]).train(15).state()
+        finally:
+            torch.set_num_threads(before)
+
+    assert_same(settled(7, 3), settled(1 << 21, 1))

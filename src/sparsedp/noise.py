@@ -11,15 +11,18 @@ import functools
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from sparsedp import chacha
 from sparsedp.errors import SparseDPError
+
+T = TypeVar("T")
 
 # Words of a Mersenne Twister state.
 _MT_WORDS = 624
@@ -131,12 +134,17 @@ class GaussianNoise:
                         draw()
                     else:
                         large.append(draw)
-        workers = torch.get_num_threads()
-        if workers == 1 or len(large) < 2:
-            for task in large:
-                task()
-        else:
-            list(_pool(workers).map(lambda task: task(), large))
+        on_all_cores(lambda task: task(), large)
+
+
+def on_all_cores(work: Callable[[T], None], items: Sequence[T]) -> None:
+    """Calls `work` with each item, on as many threads as torch uses. For work that leaves the interpreter's lock."""
+    workers = torch.get_num_threads()
+    if workers == 1 or len(items) < 2:
+        for item in items:
+            work(item)
+    else:
+        list(_pool(workers).map(work, items))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from torch.optim import SGD
 from sparsedp.capture import kernels
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.lazy.pace import Coefficients, Pace
-from sparsedp.noise import RandomKey, row_normals
+from sparsedp.noise import RandomKey, on_all_cores, row_normals
 
 # Elements of a table that are settled together, and from how many on a progress bar is shown.
 _CHUNK, _LONG = 1 << 21, 1 << 27
@@ -95,7 +95,8 @@ class LazyTables:
         group = self._group_of[name]
         table = group.tables[name]
         if table.settled < group.pace.steps and table.awake:
-            self._settle_rows(group, table, ids.reshape(-1))
+            with self._settling(table):
+                self._move(group, table, *kernels.claim(table.since, ids.reshape(-1), group.pace.steps))
 
     def settle_all(self, names: Collection[str] | None = None) -> None:
         """Settles all rows of some tables, or of all."""
@@ -133,12 +134,17 @@ class LazyTables:
 
     def _settle_table(self, name: str, group: _Group, table: _Table) -> None:
         rows, width = len(table.since), table.parameter.shape[1:].numel()
-        step = max(1, _CHUNK // max(1, width))
-        with _progress(f"settling {name}", rows, rows * width > _LONG) as advance:
-            for first in range(0, rows, step):
-                ids = torch.arange(first, min(first + step, rows))
-                self._settle_rows(group, table, ids)
+        size = max(1, _CHUNK // max(1, width))
+        if group.pace.has_momentum:
+            self._momentum(table)  # made here, once, and not by each of the threads below
+        with _progress(f"settling {name}", rows, rows * width > _LONG) as advance, self._settling(table):
+
+            def settle(first: int) -> None:
+                ids = torch.arange(first, min(first + size, rows))
+                self._move(group, table, *kernels.claim(table.since, ids, group.pace.steps))
                 advance(len(ids))
+
+            on_all_cores(settle, range(0, rows, size))
         table.settled = group.pace.steps
 
     def _restart(self, group: _Group) -> None:
@@ -151,10 +157,15 @@ class LazyTables:
 
     # ------------------------------------------------------------------ settling rows
 
-    def _settle_rows(self, group: _Group, table: _Table, ids: Tensor) -> None:
-        with self._lock:
+    @contextmanager
+    def _settling(self, table: _Table) -> Iterator[None]:
+        """Around claiming rows and moving them: if that is interrupted, nothing can be read any more.
+
+        Settling is no change of the weights: to whoever reads them, they always had this noise.
+        """
+        with self._lock, _unsafe_preserve_version_counter(table.parameter):
             self.broken = True
-            self._move(group, table, *kernels.claim(table.since, ids, group.pace.steps))
+            yield
             self.broken = False
 
     def _require_whole(self) -> None:
@@ -175,9 +186,7 @@ class LazyTables:
         if rows.numel() == 0:
             return
         before = since.numpy()
-        # Settling is no change of the weights: to whoever reads them, they always had this noise.
-        unchanged = _unsafe_preserve_version_counter(table.parameter)
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), unchanged:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             weight = table.parameter.detach()
             momentum = self._momentum(table) if group.pace.has_momentum else None
             _drift(group.pace.transition(before), weight, momentum, rows)
