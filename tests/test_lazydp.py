@@ -71,13 +71,14 @@ class Run:
         mechanism: sparsedp.Mechanism,
         each: Callable[[Run, int], None] | None = None,
         noise: float = 0.8,
+        seed: int = 3,
         **sgd: Any,
     ) -> None:
         torch.manual_seed(5)
         self.module = Model().double()
         self.each = each
         inner = torch.optim.SGD(self.module.parameters(), **{"lr": 0.5, **sgd})
-        self.engine = sparsedp.PrivacyEngine(seed=3)
+        self.engine = sparsedp.PrivacyEngine(seed=seed)
         _, self.optimizer, self.loader = self.engine.make_private(
             module=self.module, optimizer=inner, data_loader=loader_of(*data(), batch_size=6), noise_multiplier=noise,
             max_grad_norm=0.7, mechanism=mechanism,
@@ -561,3 +562,27 @@ def test_settling_on_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.set_num_threads(before)
 
     assert_same(settled(7, 3), settled(1 << 21, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["schedule", "everything"])
+def test_aggregated_training_has_the_law_of_eager(name: str) -> None:
+    """Weights and momentum of rows that are read often, sometimes and never, over many seeds, and their joint law."""
+    from scipy import stats
+
+    def drawn(mechanism: sparsedp.Mechanism, seeds: range) -> np.ndarray:
+        found = []
+        for seed in seeds:
+            state = Run(mechanism, seed=seed, **SETTINGS[name]).train(10).state()
+            picked = [state["one.weight"][row, 0] for row in (0, 3, 20, ROWS - 1)]
+            picked += [value[row, 0] for key, value in state.items() if key == "momentum 0" for row in (0, 3, ROWS - 1)]
+            found.append([float(value) for value in picked])
+        return np.array(found)
+
+    eager, lazy = drawn(sparsedp.DPSGD(), range(250)), drawn(sparsedp.LazyDP(), range(1000, 1250))
+    for column in range(eager.shape[1]):
+        assert stats.ks_2samp(eager[:, column], lazy[:, column]).pvalue > 1e-4
+        centre = lazy[:, column].mean()
+        assert stats.ks_2samp(eager[:, column], centre + 2 * (lazy[:, column] - centre)).pvalue < 0.01
+    difference = np.corrcoef(eager.T) - np.corrcoef(lazy.T)
+    assert np.abs(difference).max() < 5 / 250**0.5
