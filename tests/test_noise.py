@@ -10,6 +10,7 @@ import torch
 from scipy import stats
 from torch import nn
 
+from sparsedp.bench.noise import bench_noise
 from sparsedp.noise import CHUNK, GaussianNoise, RandomKey
 from support import Clicks, clicks, loader_of, make_private, train
 
@@ -129,3 +130,10 @@ def test_unused_parameters_get_noise() -> None:
     train(module, optimizer, loader)
     for name, value in module.state_dict().items():
         assert (value != before[name]).all(), name
+
+
+def test_benchmark_has_all_its_rows() -> None:
+    result = bench_noise([1000], repeats=1)
+    one = [row["variant"] for row in result["rows"] if row["threads"] == 1]
+    assert one == ["torch", "chacha", "chacha rows"]
+    assert all(row["best"] > 0 and row["nanoseconds_each"] > 0 for row in result["rows"])

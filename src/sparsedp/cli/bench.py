@@ -40,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "lazydp", help="DLRM under SGD, DP-SGD(B, R, F), LazyDP, EANA and AdaFEST (LazyDP's figures 10, 11, 13 and 14)"
     )
     benchlazydp.add_arguments(lazydp)
-    for kind in (step, vocabulary, lazydp):
+    noise = kinds.add_parser("noise", help="normal numbers from ChaCha8 against torch's own")
+    noise.add_argument("--size", type=int, action="append", help="numbers to draw; may be repeated")
+    noise.add_argument("--repeats", type=int, default=20, help="repeats of each variant (default: %(default)s)")
+    for kind in (step, vocabulary, lazydp, noise):
         kind.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
 
 
@@ -53,6 +56,12 @@ def run(args: argparse.Namespace) -> int:
         _show_step(console, result)
     elif args.what == "lazydp":
         result = benchlazydp.run(args, console)
+    elif args.what == "noise":
+        from sparsedp.bench.noise import SIZES as NUMBERS
+        from sparsedp.bench.noise import bench_noise
+
+        result = bench_noise(args.size or list(NUMBERS), repeats=args.repeats)
+        _show_noise(console, result)
     else:
         from sparsedp.bench.vocabulary import SIZES, bench_vocabulary
 
@@ -91,6 +100,17 @@ def _show_step(console: Console, result: dict[str, Any]) -> None:
     for name in dict.fromkeys(stage for row in result["rows"] for stage in row["stages"]):
         stages.add_row(name, *(f"{1e3 * row['stages'].get(name, 0.0):.1f}" for row in result["rows"]))
     console.print(stages)
+
+
+def _show_noise(console: Console, result: dict[str, Any]) -> None:
+    title = "Normal numbers in float32; best / median ± spread, ms"
+    table = _table(title, ("threads", "source", "numbers", "time", "ns each, best", "ratio to torch"))
+    for row in result["rows"]:
+        table.add_row(
+            str(row["threads"]), row["variant"], f"{row['size']:,}", _milliseconds(row), f"{row['nanoseconds_each']:.2f}",
+            f"{row['ratio_to_torch']['best']:.2f}",
+        )  # fmt: skip
+    console.print(table)
 
 
 def _show_vocabulary(console: Console, result: dict[str, Any]) -> None:
