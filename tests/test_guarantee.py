@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import sparsedp
 from sparsedp import UnsupportedError
 from sparsedp.capture import Captured
 from sparsedp.clipping import Clipping
-from support import Apply, capture_uses, dense, unit_loss
+from support import Apply, capture_uses, dense, loader_of, unit_loss
 from test_capture import CASES
 
 CLIP = 0.5
@@ -148,3 +149,37 @@ def test_in_place_relu_does_not_corrupt_inputs() -> None:
     spoiled = Apply(lambda m, x: m.a(x) + m.a(x.mul_(2)), a=nn.Linear(4, 4))
     with pytest.raises(UnsupportedError, match="modified in place"):
         capture_uses(spoiled, [torch.randn(5, 4)])
+
+
+class TwoHeads(nn.Module):
+    """Two tables of equal size, used whole: their masked gradients like to lie in the same memory, one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Embedding(20_000, 4), nn.Embedding(20_000, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return nn.functional.linear(x, self.a.weight), nn.functional.linear(x, self.b.weight)
+
+
+@pytest.mark.filterwarnings("ignore::sparsedp.SparseDPWarning")
+@pytest.mark.parametrize(
+    "mechanism", [sparsedp.EANA(), sparsedp.LazyDP(), sparsedp.AdaFEST(threshold=-1e9)], ids=lambda m: m.name
+)
+def test_one_unit_with_two_tables_used_whole(mechanism: sparsedp.Mechanism) -> None:
+    """A cache of norms by memory address once gave the second head the first one's small norm."""
+    module, engine = TwoHeads(), sparsedp.PrivacyEngine(seed=1)
+    _, optimizer, loader = engine.make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=1.0), loss_reduction="sum",
+        data_loader=loader_of(torch.randn(1, 4), torch.zeros(1), batch_size=1), noise_multiplier=0.0, max_grad_norm=1.0,
+        mechanism=mechanism,
+    )  # fmt: skip
+    for _ in range(15):
+        for x, _ in loader:
+            optimizer.zero_grad()
+            one, other = module(x)
+            ((other * 1e-3).sum() + (one * 100).square().sum()).backward()
+            before = {name: value.clone() for name, value in module.state_dict().items()}
+            optimizer.step()
+            moved = sum((value - before[name]).square().sum() for name, value in module.state_dict().items())
+            assert float(moved) ** 0.5 <= 1.001

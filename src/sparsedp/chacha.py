@@ -5,8 +5,9 @@ process. In float32 it is the same, bit for bit, on every machine: nothing here 
 mathematical library how to round. (float64 takes its logarithm, sine and cosine from the platform.)
 
 ChaCha (Bernstein 2008; RFC 8439) turns a key of 256 bits and a position of 128 bits into a block of 16 words of 32
-bits; published attacks stop short of the 8 rounds used here. A block gives 16 normals in float32 or 8 in float64, two
-from each pair of uniform numbers u, v (Box and Muller 1958):
+bits. The best attack on record breaks 7 rounds, in 2^237 operations, and not the 8 used here (Aumasson 2019, "Too much
+crypto", section 3.3). A block gives 16 normals in float32 or 8 in float64, two from each pair of uniform numbers u, v
+(Box and Muller 1958):
     z = sqrt(-2 ln u) cos(2 pi v),   z' = sqrt(-2 ln u) sin(2 pi v).
 The smallest u decides how far the tail reaches. Here it is 2^-65, so that |z| <= 9.493; a normal number lies beyond
 that with probability 2.3e-21. With 32 bits for u that would be 6.76 and 1.3e-11; for torch's `normal_` on the CPU,

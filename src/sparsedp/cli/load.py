@@ -18,19 +18,16 @@ from sparsedp.errors import ConfigError
 BUNDLED = Path(__file__).parent / "configs"
 
 
+def add_set_argument(parser: argparse.ArgumentParser, text: str) -> None:
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help=text)
+
+
 def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     names = ", ".join(bundled_names())
     parser.add_argument(
         "config", metavar="CONFIG", nargs=None if required else "?", help=f"a YAML file, or one of {names}"
     )
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="change a key, as in --set training.epochs=2 --set 'data.paths=[day_0.gz, day_1.gz]'",
-    )
+    add_set_argument(parser, "change a key, as in --set training.epochs=2 --set 'data.paths=[day_0.gz, day_1.gz]'")
     parser.add_argument(
         "--show-config", action="store_true", help="print all keys with their values and explanations, and stop"
     )

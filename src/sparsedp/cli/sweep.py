@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from sparsedp.cli.config import differences
-from sparsedp.cli.load import load_config
+from sparsedp.cli.load import add_set_argument, load_config
 from sparsedp.cli.runfolder import plain
 from sparsedp.cli.signals import stop_on_signals
 from sparsedp.cli.sweepfile import Sweep, SweepRun, expand, load_sweep, sweep_names
@@ -51,14 +51,7 @@ The keys of a sweep are explained in src/sparsedp/cli/sweeps/demo.yaml.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("config", metavar="CONFIG", help=f"a YAML file, or one of {', '.join(sweep_names())}")
-    parser.add_argument(
-        "--set",
-        metavar="KEY=VALUE",
-        action="append",
-        default=[],
-        dest="overrides",
-        help="change a key of all runs, as in --set training.epochs=2",
-    )
+    add_set_argument(parser, "change a key of all runs, as in --set training.epochs=2")
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the sweep's folder (runs/<name>)")
     parser.add_argument(
         "--jobs", metavar="N", type=_positive, help="runs at the same time, each in its own process (the cores)"

@@ -59,12 +59,17 @@ def _by_channel(capture: Capture, parameter: Any, ndim: int) -> Any:
         return parameter.reshape(-1, *(1,) * (ndim - 2))
 
 
+def _normalised(capture: Capture, name: str, function: Callable[..., Tensor], bound: dict[str, Any]) -> Tensor:
+    """A normalisation of (B, C, ...), with a weight and a bias per channel."""
+    x = bound["input"]
+    weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
+    return _scale_and_shift(capture, _follow(capture, name, x, function(**bound), x.ndim - 1), weight, bias)
+
+
 @rule("group_norm")
 def _group_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     bound = bind(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
-    x = bound["input"]
-    weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
-    return _scale_and_shift(capture, _follow(capture, name, x, F.group_norm(**bound), x.ndim - 1), weight, bias)
+    return _normalised(capture, name, F.group_norm, bound)
 
 
 @rule("instance_norm")
@@ -80,9 +85,7 @@ def _instance_norm(capture: Capture, name: str, func: Callable, args: tuple, kwa
             "it stores running statistics of the batch without noise",
             "set track_running_stats=False",
         )
-    x = bound["input"]
-    weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
-    return _scale_and_shift(capture, _follow(capture, name, x, F.instance_norm(**bound), x.ndim - 1), weight, bias)
+    return _normalised(capture, name, F.instance_norm, bound)
 
 
 @rule("batch_norm")
@@ -90,7 +93,6 @@ def _batch_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs
     require_functional(capture, name, func, F.batch_norm, args)
     order = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     bound = bind(order, args, kwargs)
-    x = bound["input"]
     if bound.get("training", False) or bound["running_mean"] is None:
         names = names_of(capture, [t for t in (bound.get("weight"), bound.get("bias")) if t is not None])
         raise capture.refuse(
@@ -99,5 +101,4 @@ def _batch_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs
             "its statistics mix the units of the batch",
             "use GroupNorm or LayerNorm, or put it in eval()",
         )
-    weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
-    return _scale_and_shift(capture, _follow(capture, name, x, F.batch_norm(**bound), x.ndim - 1), weight, bias)
+    return _normalised(capture, name, F.batch_norm, bound)
