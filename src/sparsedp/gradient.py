@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sparsedp.capture import Captured, RowSpace, RowSparse, TouchedRows
+from sparsedp.capture import Captured, RowSpace, TouchedRows
 
 
 class NoisyGradient:
@@ -70,8 +70,9 @@ class NoisyGradient:
             elif rows is None:
                 uses.add_weighted_sum(out, mine)
             else:
-                total = uses.weighted_sum(mine, self._parameters[name].shape, rows)
-                out.add_(total.values.view_as(out) if isinstance(total, RowSparse) else total[rows])
+                total = uses.weighted_sum(mine, self._parameters[name].shape)
+                assert isinstance(total, Tensor)  # uses by lookups alone are in `touched`
+                out.add_(total[rows])
 
     def as_sparse(self, name: str) -> Tensor:
         """What the parameter's `grad` is to be: dense, or sparse and coalesced."""

@@ -42,7 +42,6 @@ class Lookup:
     source: Tensor | None = None  # (N,) row of `grad` for each position; None: position n has grad[n]
     weight: Tensor | None = None  # (N,) factor of each position; None: 1
     one_each: bool = False  # position n belongs to unit n, and N is the number of units
-    slots: Tensor | None = None  # (N,) place of each id among the rows that `restricted` left; their number for none
 
     def positions(self) -> Tensor:
         """The gradient of each position, (N, d)."""
@@ -126,27 +125,20 @@ class ParameterUses:
                 total = total + 2 * _inner(piece, other, units)
         return total.double().clamp_min(0) + _slack(pieces) * reach.square()
 
-    def weighted_sum(self, factors: Tensor, shape: torch.Size, rows: Tensor | None = None) -> Tensor | RowSparse:
-        """The sum over units of factor times gradient; row-sparse if there are lookups only.
-
-        `rows` are those that the uses were restricted to: the result then has exactly these.
-        """
-        sparse = self._weighted_rows(factors, rows) if self.lookups else None
+    def weighted_sum(self, factors: Tensor, shape: torch.Size) -> Tensor | RowSparse:
+        """The sum over units of factor times gradient; row-sparse if there are lookups only."""
         if not self.linears and not self.builts:
-            assert sparse is not None
-            return sparse
+            return self._weighted_rows(factors)
         first = self.linears[0].grad if self.linears else self.builts[0].values
         dense = first.new_zeros(shape)
-        self._add_dense(dense, factors)
-        if sparse is not None:
-            dense.index_add_(0, sparse.rows, sparse.values.view(-1, *shape[1:]))
+        self.add_weighted_sum(dense, factors)
         return dense
 
     def add_weighted_sum(self, out: Tensor, factors: Tensor) -> None:
         """Adds the sum over units of factor times gradient to `out`, of the parameter's shape and contiguous."""
         self._add_dense(out, factors)
         if self.lookups:
-            sparse = self._weighted_rows(factors, None)
+            sparse = self._weighted_rows(factors)
             out.index_add_(0, sparse.rows, sparse.values.view(-1, *out.shape[1:]))
 
     def _add_dense(self, out: Tensor, factors: Tensor) -> None:
@@ -159,48 +151,30 @@ class ParameterUses:
             start, stop = built.span
             flat[start:stop].addmv_(built.values.mT, factors.to(built.values.dtype))
 
-    def _weighted_rows(self, factors: Tensor, rows: Tensor | None) -> RowSparse:
-        if rows is not None and all(lookup.slots is not None for lookup in self.lookups):
-            return self._weighted_slots(factors, rows)
+    def _weighted_rows(self, factors: Tensor) -> RowSparse:
         ids = _cat([lookup.ids for lookup in self.lookups])
-        values = _cat([lookup.weighted(factors) for lookup in self.lookups])
-        return sum_rows(ids, values)
-
-    def _weighted_slots(self, factors: Tensor, rows: Tensor) -> RowSparse:
-        """Adds every position to the place of its row; one more place takes what was left out."""
-        grad = self.lookups[0].grad
-        positions = sum(lookup.ids.numel() for lookup in self.lookups)
-        dtype = _sum_dtype(grad.dtype, positions, rows.numel())
-        total = grad.new_zeros(rows.numel() + 1, grad.shape[1], dtype=dtype)
-        for lookup in self.lookups:
-            assert lookup.slots is not None
-            total.index_add_(0, lookup.slots, lookup.weighted(factors).to(dtype))
-        return RowSparse(rows, total[:-1].to(grad.dtype))
+        return sum_rows(ids, _cat([lookup.weighted(factors) for lookup in self.lookups]))
 
     def restricted(self, rows: Tensor, width: int) -> ParameterUses:
         """The uses of a table of rows of `width` elements, with everything outside of `rows` (ascending) set to zero."""
 
-        def slots(ids: Tensor) -> Tensor:
+        def outside(ids: Tensor) -> Tensor:
             if rows.numel() == 0:
-                return torch.zeros_like(ids)
+                return torch.ones_like(ids, dtype=torch.bool)
             at = torch.searchsorted(rows, ids.contiguous()).clamp_max(rows.numel() - 1)
-            return at.masked_fill(rows[at] != ids, rows.numel())
+            return rows[at] != ids
 
         def hidden(first: int, last: int) -> Tensor:
-            return slots(torch.arange(first, last, device=rows.device)) == rows.numel()
+            return outside(torch.arange(first, last, device=rows.device))
 
-        lookups = []
-        for lookup in self.lookups:
-            places = slots(lookup.ids)
-            kept = lookup.ids.masked_fill(places == rows.numel(), -1)
-            lookups.append(replace(lookup, ids=kept, slots=places))
+        lookups = [replace(lookup, ids=lookup.ids.masked_fill(outside(lookup.ids), -1)) for lookup in self.lookups]
         linears = [replace(linear, grad=linear.grad.masked_fill(hidden(*linear.rows), 0)) for linear in self.linears]
         builts = []
         for built in self.builts:
             first, last = built.span
-            outside = hidden(first // width, (last - 1) // width + 1).repeat_interleave(width)
+            unseen = hidden(first // width, (last - 1) // width + 1).repeat_interleave(width)
             start = first - first // width * width
-            builts.append(replace(built, values=built.values.masked_fill(outside[start : start + last - first], 0)))
+            builts.append(replace(built, values=built.values.masked_fill(unseen[start : start + last - first], 0)))
         return ParameterUses(lookups, linears, builts)
 
     def touched_rows(self, count: int) -> Tensor:
