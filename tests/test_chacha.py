@@ -16,7 +16,7 @@ from numba import njit
 from scipy import stats
 
 from sparsedp import chacha
-from sparsedp.chacha import LANES, fill_normal, fill_rows, stream_key
+from sparsedp.chacha import LANES, add_rows, fill_normal, fill_rows, stream_key
 from sparsedp.errors import SparseDPError
 
 KEY = stream_key(hashlib.shake_256(b"key").digest(32))
@@ -270,6 +270,9 @@ def test_the_same_bits_without_vectors(tmp_path: Path) -> None:
         (lambda: fill_rows(np.zeros((2, 2), np.float32), np.array([0, 1 << 63], np.uint64), 1.0, KEY), "2\\^63"),
         (lambda: fill_rows(np.zeros((2, 2), np.float32), np.array([0.0, 1.0]), 1.0, KEY), "integers"),
         (lambda: fill_rows(np.zeros((2, 2), np.float32), np.arange(3), 1.0, KEY), "2 integers"),
+        (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([2]), 1.0, KEY), "2 rows"),
+        (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([-1]), 1.0, KEY), "2\\^63"),
+        (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([[0]]), 1.0, KEY), "vector"),
         (lambda: fill_rows(np.zeros((2, 2), np.float32), np.arange(2), np.ones(3), KEY), "std"),
     ],
 )
@@ -417,3 +420,17 @@ def test_short_words_get_more_bits() -> None:
             assert np.hypot(*got) > 4.7
             found += 1
     assert found > 2
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("dim", [1, 16, 37])
+def test_rows_are_added_where_they_belong(dtype: type, dim: int) -> None:
+    random = np.random.default_rng(0)
+    rows, std = random.permutation(300)[:90], random.random(90)
+    table = random.random((300, dim)).astype(dtype)
+    noise = np.empty((90, dim), dtype)
+    fill_rows(noise, rows, std, KEY)
+    expected = table.copy()
+    expected[rows] += noise
+    add_rows(table, rows, std, KEY)
+    np.testing.assert_allclose(table, expected, rtol=4 * np.finfo(dtype).eps, atol=4 * np.finfo(dtype).eps)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +24,7 @@ from sparsedp.lazy.tables import STEP
 from sparsedp.noise import WAITING, GaussianNoise, row_normals
 from support import loader_of
 
-ROWS, UNITS, STEPS = 40, 120, 60
+ROWS, UNITS, STEPS, LONG = 40, 120, 60, 250
 
 
 class Model(nn.Module):
@@ -38,10 +42,10 @@ class Model(nn.Module):
         return self.out(torch.cat(parts, 1)).squeeze(1)
 
 
-def data() -> tuple[Tensor, Tensor]:
+def data(skew: float = 4) -> tuple[Tensor, Tensor]:
     """Skewed ids, so that some rows wait long and some are in every batch, and some are never read."""
     random = torch.Generator().manual_seed(1)
-    ids = (torch.rand(UNITS, 4, generator=random) ** 4 * (ROWS - 2)).long()
+    ids = (torch.rand(UNITS, 4, generator=random) ** skew * (ROWS - 2)).long()
     return ids, torch.rand(UNITS, generator=random).round()
 
 
@@ -72,16 +76,19 @@ class Run:
         each: Callable[[Run, int], None] | None = None,
         noise: float = 0.8,
         seed: int = 3,
+        batch_size: int = 6,
+        skew: float = 4,
         **sgd: Any,
     ) -> None:
         torch.manual_seed(5)
         self.module = Model().double()
         self.each = each
+        self.sizes: list[int] = []  # of the batches
         inner = torch.optim.SGD(self.module.parameters(), **{"lr": 0.5, **sgd})
         self.engine = sparsedp.PrivacyEngine(seed=seed)
         _, self.optimizer, self.loader = self.engine.make_private(
-            module=self.module, optimizer=inner, data_loader=loader_of(*data(), batch_size=6), noise_multiplier=noise,
-            max_grad_norm=0.7, mechanism=mechanism,
+            module=self.module, optimizer=inner, data_loader=loader_of(*data(skew), batch_size=batch_size),
+            noise_multiplier=noise, max_grad_norm=0.7, mechanism=mechanism,
         )  # fmt: skip
         if isinstance(mechanism, sparsedp.DPSGD):
             names = [name for name, _ in self.module.named_parameters()]
@@ -92,6 +99,7 @@ class Run:
             for ids, target in self.loader:
                 if self.each is not None:
                     self.each(self, self.engine.ledger.steps)
+                self.sizes.append(len(ids))
                 self.optimizer.zero_grad()
                 if len(ids):
                     binary_cross_entropy_with_logits(self.module(ids), target.double()).backward()
@@ -139,7 +147,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "schedule": {"each": schedule},
     "decay": {"weight_decay": 0.3},
-    "momentum": {"momentum": 0.9},
+    "momentum": {"momentum": 0.9, "lr": 0.05},  # with more, rounding grows a thousandfold in a hundred steps
     "everything": {"momentum": 0.8, "weight_decay": 0.2, "nesterov": True, "each": schedule},
     "maximize": {"maximize": True, "momentum": 0.5, "weight_decay": 0.1},
     "by hand": {"each": by_hand},
@@ -148,14 +156,26 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(LONG, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_lazy_replays_eager(name: str) -> None:
-    eager = Run(sparsedp.DPSGD(), **SETTINGS[name]).train()
-    lazy = Run(sparsedp.LazyDP(aggregate=False), **SETTINGS[name]).train()
+def test_lazy_replays_eager(name: str, steps: int) -> None:
+    """With empty batches, and with ids that repeat in a bag and in a batch."""
+    eager = Run(sparsedp.DPSGD(), batch_size=2, **SETTINGS[name]).train(steps)
+    lazy = Run(sparsedp.LazyDP(aggregate=False), batch_size=2, **SETTINGS[name]).train(steps)
+    assert 0 in lazy.sizes and 1 in lazy.sizes
     assert sum(lazy.engine.pending().values()) > 0
     assert_same(lazy.state(), eager.state())
     assert sum(lazy.engine.pending().values()) == 0
     assert lazy.engine.get_epsilon(1e-5) == eager.engine.get_epsilon(1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skew", [1, 12])
+def test_replay_whatever_is_read(skew: float) -> None:
+    """All rows alike, or nearly always the same few."""
+    settings = {**SETTINGS["everything"], "skew": skew}
+    lazy, eager = Run(sparsedp.LazyDP(aggregate=False), **settings), Run(sparsedp.DPSGD(), **settings)
+    assert_same(lazy.train(LONG).state(), eager.train(LONG).state())
 
 
 def test_parameter_groups() -> None:
@@ -167,7 +187,7 @@ def test_parameter_groups() -> None:
 
         run = Run.__new__(Run)
         torch.manual_seed(5)
-        run.module, run.each = Model().double(), each
+        run.module, run.each, run.sizes = Model().double(), each, []
         groups = [
             {"params": [run.module.one.weight, *run.module.out.parameters()], "lr": 0.2, "momentum": 0.5},
             {"params": [run.module.bag.weight, run.module.shared.weight], "weight_decay": 0.1},
@@ -219,17 +239,38 @@ def test_resume(tmp_path: Any) -> None:
     assert_same(again.train().state(), whole.state())
 
 
+def test_resume_after_a_kill(tmp_path: Any) -> None:
+    """A process that is killed in the middle of a step leaves a settled checkpoint, from which the run goes on."""
+    path = tmp_path / "c.pt"
+    script = (
+        "import os, signal, test_lazydp as t\n"
+        "import sparsedp\n"
+        "run = t.Run(sparsedp.LazyDP(aggregate=False), **t.SETTINGS['everything']).train(25)\n"
+        f"run.engine.save_checkpoint({str(path)!r})\n"
+        "run.train(33)\n"
+        "run.module.out.forward = lambda x: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "run.train()\n"
+    )
+    here = Path(__file__).parent
+    killed = subprocess.run([sys.executable, "-c", script], cwd=here, timeout=120, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    settings = SETTINGS["everything"]
+    again = Run(sparsedp.LazyDP(aggregate=False), **settings)
+    again.engine.load_checkpoint(path)
+    assert again.engine.ledger.steps == 25 and sum(again.engine.pending().values()) == 0
+    assert_same(again.state(), Run(sparsedp.DPSGD(), **settings).train(25).state())
+    assert_same(again.train().state(), Run(sparsedp.DPSGD(), **settings).train().state())
+
+
 # ---------------------------------------------------------------------- the arithmetic of waiting
 
 
 @pytest.mark.parametrize("name", ["plain", "decay", "momentum", "everything", "maximize"])
 def test_pace_against_stepping(name: str) -> None:
     """Phi and C against torch.optim.SGD itself, step by step, and against the sum over impulses."""
-    settings = {key: value for key, value in SETTINGS[name].items() if key != "each"}
+    settings = {key: value for key, value in SETTINGS[name].items() if key not in ("each", "lr")}
     pace, coefficients = Pace(window=64), []
-    starts = torch.eye(2, dtype=torch.float64)
     parameter = nn.Parameter(torch.zeros(30, dtype=torch.float64))
-    del starts
     random = np.random.default_rng(0)
     noise = random.standard_normal((40, 30))
     optimizer = torch.optim.SGD([parameter], lr=0.3, **settings)
@@ -438,18 +479,25 @@ def test_statement_and_report() -> None:
     assert run.optimizer.last_step.tables["one.weight"].rows_selected == ROWS
 
 
-def test_deterministic_check_with_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Noise of ones, plain SGD: after T steps each row has moved by exactly lr * std * (what it was owed)."""
-    monkeypatch.setattr(
-        "sparsedp.lazy.tables.row_normals",
-        lambda key, rows, like: torch.ones(len(rows), *like.shape[1:], dtype=like.dtype),
-    )
-    run = Run(sparsedp.LazyDP(aggregate=False), lr=0.25)
+@pytest.mark.parametrize("aggregate", [False, True])
+def test_deterministic_check_with_ones(aggregate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Noise of ones, plain SGD: a row that is never read moves by lr * std a step or, in one draw, by its deviation."""
+
+    def ones(key: Any, rows: Tensor, like: Tensor) -> Tensor:
+        return torch.ones(len(rows), *like.shape[1:], dtype=like.dtype)
+
+    def add_ones(key: Any, table: Tensor, rows: Tensor, std: np.ndarray) -> None:
+        table[rows] += torch.from_numpy(std)[:, None]
+
+    monkeypatch.setattr("sparsedp.lazy.tables.row_normals", ones)
+    monkeypatch.setattr("sparsedp.lazy.tables.add_row_normals", add_ones)
+    run = Run(sparsedp.LazyDP(aggregate=aggregate), lr=0.25)
     with torch._C.DisableTorchFunctionSubclass():
         before = run.module.shared.weight.detach().clone()
     run.train(20)
     moved = torch.Tensor(run.module.shared.weight.detach())[ROWS:] - before[ROWS:]
-    torch.testing.assert_close(moved, torch.full_like(moved, -20 * 0.25 * 0.8 * 0.7 / 6))
+    steps = 20**0.5 if aggregate else -20
+    torch.testing.assert_close(moved, torch.full_like(moved, steps * 0.25 * 0.8 * 0.7 / 6))
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
@@ -462,7 +510,7 @@ def test_interrupted_settling_is_noticed(kind: type, monkeypatch: pytest.MonkeyP
         raise kind
 
     with monkeypatch.context() as patch, pytest.raises(kind):
-        patch.setattr("sparsedp.lazy.tables.row_normals", interrupt)
+        patch.setattr("sparsedp.lazy.tables.add_row_normals", interrupt)
         run.engine.settle()
     for way in ("state_dict", "data", "embedding in eval"):
         with pytest.raises(sparsedp.SparseDPError, match="interrupted"):
@@ -519,7 +567,7 @@ def test_a_failed_load_leaves_broken_tables_broken(monkeypatch: pytest.MonkeyPat
     run.engine.save_checkpoint(tmp_path / "c.pt")
     run.train(8)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("sparsedp.lazy.tables.row_normals", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr("sparsedp.lazy.tables.add_row_normals", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
         run.engine.settle()
     with monkeypatch.context() as patch, pytest.raises(sparsedp.CheckpointError):
         patch.setattr(
@@ -586,3 +634,28 @@ def test_aggregated_training_has_the_law_of_eager(name: str) -> None:
         assert stats.ks_2samp(eager[:, column], centre + 2 * (lazy[:, column] - centre)).pvalue < 0.01
     difference = np.corrcoef(eager.T) - np.corrcoef(lazy.T)
     assert np.abs(difference).max() < 5 / 250**0.5
+
+
+COMPILERS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "compile": lambda module, ids: torch.compile(module, backend="eager")(ids),
+    "compile a part": lambda module, ids: torch.compile(module.out, backend="eager")(torch.rand(len(ids), 9).double()),
+    "export": lambda module, ids: torch.export.export(module, (ids,)),
+    "trace": lambda module, ids: torch.jit.trace(module, (ids,)),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.jit is
+@pytest.mark.parametrize("mechanism", [sparsedp.DPSGD(), sparsedp.LazyDP()], ids=lambda mechanism: mechanism.name)
+@pytest.mark.parametrize("name", COMPILERS)
+def test_compilers_wait_until_the_engine_is_closed(name: str, mechanism: sparsedp.Mechanism) -> None:
+    """They would take a module's unsettled weights along, and hide its operations."""
+    run = Run(mechanism).train(4)
+    ids = data()[0][:5]
+    with torch.no_grad():
+        with pytest.raises(sparsedp.UnsupportedError, match=r"engine\.close"):
+            COMPILERS[name](run.module, ids)
+        run.module(ids)
+    run.train(6)  # nothing is left half entered
+    run.engine.close()
+    with torch.no_grad():
+        COMPILERS[name](run.module, ids)

@@ -11,7 +11,7 @@ from scipy import stats
 from torch import nn
 
 from sparsedp.bench.noise import bench_noise
-from sparsedp.noise import CHUNK, GaussianNoise, RandomKey
+from sparsedp.noise import CHUNK, GaussianNoise, RandomKey, add_row_normals, row_normals
 from support import Clicks, clicks, loader_of, make_private, train
 
 
@@ -132,8 +132,23 @@ def test_unused_parameters_get_noise() -> None:
         assert (value != before[name]).all(), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_noise_on_rows_in_place(dtype: torch.dtype) -> None:
+    """Compiled, and as torch does it for other types and for tables with gaps."""
+    key, rows, std = RandomKey.from_seed(0), torch.tensor([4, 0, 7]), np.array([1.0, 2.0, 0.5])
+    noise = row_normals(key, rows, torch.empty(9, 3, 5, dtype=dtype))
+    expected = torch.zeros(9, 3, 5, dtype=dtype).index_add_(
+        0, rows, noise * torch.tensor(std, dtype=dtype).view(3, 1, 1)
+    )
+    together = torch.zeros(9, 3, 5, dtype=dtype)
+    apart = torch.zeros(9, 3, 10, dtype=dtype)[:, :, ::2]
+    for table in (together, apart):
+        add_row_normals(key, table, rows, std)
+        torch.testing.assert_close(table, expected)
+
+
 def test_benchmark_has_all_its_rows() -> None:
     result = bench_noise([1000], repeats=1)
     one = [row["variant"] for row in result["rows"] if row["threads"] == 1]
-    assert one == ["torch", "chacha", "chacha rows"]
+    assert one == ["torch", "chacha", "settling", "chacha rows"]
     assert all(row["best"] > 0 and row["nanoseconds_each"] > 0 for row in result["rows"])

@@ -68,23 +68,42 @@ def fill_rows(out: np.ndarray, rows: np.ndarray, std: float | np.ndarray, key: n
     `rows` (n,) are integers that are not negative; `std` is one number or (n,).
     """
     _check(out, 2, key)
-    if out.shape[1] > 1 << 31:
-        raise SparseDPError(f"A row has at most 2^31 columns, but these have {out.shape[1]}.")
+    if np.shape(rows) != out.shape[:1]:
+        raise SparseDPError(f"rows must be {len(out)} integers, one for each row of out, not {np.shape(rows)}.")
+    rows = _checked_rows(rows)
+    _draw_rows(out.reshape(-1), out.shape[1], np.arange(len(out)), rows, _scales(std, rows, out), key, False)
+
+
+def add_rows(table: np.ndarray, rows: np.ndarray, std: float | np.ndarray, key: np.ndarray) -> None:
+    """Adds to table[rows[i]], of (any, dim), what `fill_rows` would draw for that row. `rows` (n,) are distinct."""
+    _check(table, 2, key)
+    rows = _checked_rows(rows)
+    if rows.size and rows.max() >= len(table):
+        raise SparseDPError(f"The table has {len(table)} rows, but row {rows.max()} is to get noise.")
+    _draw_rows(table.reshape(-1), table.shape[1], rows, rows, _scales(std, rows, table), key, True)
+
+
+def _checked_rows(rows: np.ndarray) -> np.ndarray:
     rows = np.asarray(rows)
-    if rows.shape != out.shape[:1] or (rows.size and rows.dtype.kind not in "iu"):
-        raise SparseDPError(
-            f"rows must be {len(out)} integers, one for each row of out, not {rows.dtype} {rows.shape}."
-        )
+    if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
+        raise SparseDPError(f"rows must be a vector of integers, not {rows.dtype} {rows.shape}.")
     rows = np.ascontiguousarray(rows, np.int64)  # what is too large becomes negative
     if rows.size and rows.min() < 0:
         raise SparseDPError("rows must lie from 0 to 2^63 - 1, but some do not.")
+    return rows
+
+
+def _scales(std: float | np.ndarray, rows: np.ndarray, out: np.ndarray) -> np.ndarray:
     if np.shape(std) not in ((), rows.shape):
-        raise SparseDPError(f"std must be one number or one for each of {len(out)} rows, not of shape {np.shape(std)}.")
-    scale = np.full(rows.shape, std, out.dtype)
-    _fill_rows(out.reshape(-1), out.shape[1], rows, scale, key)
+        raise SparseDPError(
+            f"std must be one number or one for each of {len(rows)} rows, not of shape {np.shape(std)}."
+        )
+    return np.full(rows.shape, std, out.dtype)
 
 
 def _check(out: np.ndarray, axes: int, key: np.ndarray) -> None:
+    if out.ndim == 2 and out.shape[1] > 1 << 31:
+        raise SparseDPError(f"A row has at most 2^31 columns, but these have {out.shape[1]}.")
     if out.ndim != axes or out.dtype not in (np.float32, np.float64):
         raise SparseDPError(f"out must be float32 or float64 with {axes} axes, not {out.dtype} of shape {out.shape}.")
     if not (out.flags.c_contiguous and out.flags.writeable):
@@ -114,8 +133,13 @@ def _fill_sequence(out: np.ndarray, std: float, key: np.ndarray, first: int) -> 
 
 
 @njit(cache=True, nogil=True)
-def _fill_rows(out: np.ndarray, dim: int, rows: np.ndarray, std: np.ndarray, key: np.ndarray) -> None:
-    """`out` (n * dim,) is flat. The lanes take the blocks of the first row, then those of the second, and so on."""
+def _draw_rows(
+    out: np.ndarray, dim: int, places: np.ndarray, rows: np.ndarray, std: np.ndarray, key: np.ndarray, add: bool
+) -> None:
+    """Row i goes to the elements from places[i] * dim on of `out`, which is flat; with `add` it is added to them.
+
+    The lanes take the blocks of the first row, then those of the second, and so on.
+    """
     start, words = _start(key), np.empty(_WORDS, np.uint32)
     width = 64 // out.itemsize
     normals = np.empty(width * LANES, out.dtype)
@@ -134,9 +158,16 @@ def _fill_rows(out: np.ndarray, dim: int, rows: np.ndarray, std: np.ndarray, key
         i, block = begin // blocks, begin % blocks
         for lane in range(used):
             scale = std[i]
-            at = uint64(i * dim + block * width)  # unsigned, or each access would test for an index from the end
-            for k in range(min(width, dim - block * width)):
-                out[at + uint64(k)] = scale * normals[k * LANES + lane]
+            at = uint64(
+                places[i] * dim + block * width
+            )  # unsigned, or each access would test for an index from the end
+            count = min(width, dim - block * width)
+            if add:
+                for k in range(count):
+                    out[at + uint64(k)] += scale * normals[k * LANES + lane]
+            else:
+                for k in range(count):
+                    out[at + uint64(k)] = scale * normals[k * LANES + lane]
             block += 1
             if block == blocks:
                 i, block = i + 1, 0

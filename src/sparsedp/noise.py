@@ -11,18 +11,15 @@ import functools
 import hashlib
 import os
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
 
 from sparsedp import chacha
 from sparsedp.errors import SparseDPError
-
-T = TypeVar("T")
+from sparsedp.threads import on_all_cores
 
 # Words of a Mersenne Twister state.
 _MT_WORDS = 624
@@ -137,24 +134,19 @@ class GaussianNoise:
         on_all_cores(lambda task: task(), large)
 
 
-def on_all_cores(work: Callable[[T], None], items: Sequence[T]) -> None:
-    """Calls `work` with each item, on as many threads as torch uses. For work that leaves the interpreter's lock."""
-    workers = torch.get_num_threads()
-    if workers == 1 or len(items) < 2:
-        for item in items:
-            work(item)
-    else:
-        list(_pool(workers).map(work, items))
-
-
-@functools.cache
-def _pool(workers: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(workers, thread_name_prefix="sparsedp-noise")
-
-
 def row_normals(key: RandomKey, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Standard normals for rows of the table `like`, (n, ...): a function of the key, each row's number and the column."""
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     out = torch.empty(rows.numel(), like.shape[1:].numel(), dtype=dtype)
     chacha.fill_rows(out.numpy(), rows.cpu().numpy(), 1.0, key.stream())
     return out.to(like).view(rows.numel(), *like.shape[1:])
+
+
+def add_row_normals(key: RandomKey, table: torch.Tensor, rows: torch.Tensor, std: np.ndarray) -> None:
+    """table[rows[i]] += std[i] times what `row_normals` draws for that row, in place; `rows` are distinct."""
+    if table.device.type == "cpu" and table.is_contiguous() and table.dtype in (torch.float32, torch.float64):
+        chacha.add_rows(table.view(len(table), -1).numpy(), rows.numpy(), std, key.stream())
+        torch.autograd.graph.increment_version(table)
+        return
+    scale = torch.from_numpy(std).to(table).view(-1, *[1] * (table.ndim - 1))
+    table.index_add_(0, rows, row_normals(key, rows, table) * scale)

@@ -1,4 +1,4 @@
-"""`sparsedp bench noise`: normal numbers from ChaCha8 against torch's `normal_`, on one thread and on all."""
+"""`sparsedp bench noise`: normal numbers from ChaCha8 against torch's `normal_`, and settling a table with them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sparsedp.bench.timing import interleaved, machine, ratio
+from sparsedp.lazy import LazyTables
 from sparsedp.noise import GaussianNoise, RandomKey, row_normals
 
 SIZES = (10_000, 1_000_000, 10_000_000)
@@ -55,7 +56,24 @@ def _variants(values: Tensor, threads: int) -> dict[str, Callable[[], None]]:
     variants: dict[str, Callable[[], Any]] = {
         "torch": values.normal_,  # one generator: it draws on one thread, whatever their number
         "chacha": lambda: noise.fill({0: values}, 1.0, next(steps)),
+        "settling": _settling(values.numel(), key),
     }
     if threads == 1:  # rows of a table, as LazyDP draws them
         variants["chacha rows"] = lambda: row_normals(key, rows, table)
     return {name: on_threads(run) for name, run in variants.items()}
+
+
+def _settling(size: int, key: RandomKey) -> Callable[[], None]:
+    """Settles all rows of a LazyDP table of about `size` numbers, in place."""
+    table = nn.Parameter(torch.zeros(max(1, size // _DIM), _DIM))
+    steps = 0
+    lazy = LazyTables({"table": table}, torch.optim.SGD([table], lr=0.1), lambda: key, 1.0, True, lambda: steps)
+
+    def run() -> None:
+        nonlocal steps
+        lazy.begin(["table"])
+        lazy.advance()
+        steps += 1
+        lazy.settle_all()
+
+    return run

@@ -15,6 +15,7 @@ _COMPILED_TYPES = (torch.float32, torch.float64)
 # Rows longer than this are read faster by torch's vectorised reduction.
 _SHORT_ROW = 128
 _NONE = np.empty(0, np.int64)
+_NO_FACTORS = np.empty(0, np.float64)
 
 
 def compiled(*tensors: Tensor) -> bool:
@@ -99,6 +100,27 @@ def add_rows(
     out.add_(total.to(out.dtype))
 
 
+def squared_sums(
+    begin: Tensor, order: Tensor, grad: Tensor, source: Tensor | None, weight: Tensor | None
+) -> Tensor:  # fmt: skip
+    """Squared norms (R,), float64, of the sums over the positions n of each group of weight[n] * grad[source[n]].
+
+    Group r has the positions order[begin[r] : begin[r + 1]]. `source` None: grad[n]; `weight` None: 1.
+    """
+    if compiled(grad):
+        places = _NONE if source is None else source.numpy()
+        factors = _NO_FACTORS if weight is None else weight.double().numpy()
+        flat, stride = _flat(grad)
+        width = grad.shape[1]
+        return torch.from_numpy(_squared_sums(begin.numpy(), order.numpy(), flat, stride, width, places, factors))
+    values = grad[order if source is None else source[order]].double()
+    if weight is not None:
+        values = values * weight[order, None].double()
+    group = torch.arange(begin.numel() - 1, device=begin.device).repeat_interleave(begin.diff())
+    sums = torch.zeros(begin.numel() - 1, grad.shape[1], dtype=torch.float64, device=grad.device)
+    return sums.index_add_(0, group, values).square().sum(1)
+
+
 def move_rows(table: Tensor, rows: Tensor, values: Tensor, step: float) -> None:
     """table[rows] += step * values, in place; `rows` are distinct."""
     if compiled(table, values) and table.is_contiguous():
@@ -119,18 +141,6 @@ def claim(since: Tensor, ids: Tensor, now: int) -> tuple[Tensor, Tensor]:
     rows, before = rows[before < now], before[before < now]
     since[rows] = now
     return rows, before
-
-
-def add_scaled_rows(table: Tensor, rows: Tensor, values: Tensor, scale: Tensor) -> None:
-    """table[rows] += scale[:, None] * values, in place; `rows` are distinct."""
-    if compiled(table, values, scale) and table.is_contiguous():
-        width = table[:1].numel()
-        _add_scaled_rows(
-            table.numpy().reshape(-1, width), rows.numpy(), values.numpy().reshape(-1, width), scale.numpy()
-        )
-        torch.autograd.graph.increment_version(table)
-        return
-    table.index_add_(0, rows, values * scale.view(-1, *[1] * (values.ndim - 1)))
 
 
 def _flat(x: Tensor) -> tuple[np.ndarray, int]:
@@ -202,6 +212,29 @@ def _add_rows(
             row[j] += total[j]
 
 
+@njit(cache=True, nogil=True, fastmath={"reassoc"})
+def _squared_sums(
+    begin: np.ndarray, order: np.ndarray, grad: np.ndarray, stride: int, width: int, source: np.ndarray,
+    factor: np.ndarray,
+) -> np.ndarray:  # fmt: skip
+    squares = np.zeros(len(begin) - 1, np.float64)
+    total = np.empty(width, np.float64)
+    for r in range(len(squares)):
+        total[:] = 0.0
+        for k in range(begin[r], begin[r + 1]):
+            position = order[k]
+            scale = factor[position] if len(factor) else 1.0
+            at = (source[position] if len(source) else position) * stride
+            row = grad[at : at + width]
+            for j in range(width):
+                total[j] += scale * row[j]
+        square = 0.0
+        for j in range(width):
+            square += total[j] * total[j]
+        squares[r] = square
+    return squares
+
+
 @njit(cache=True, nogil=True)
 def _move_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray, step: float) -> None:
     for i in range(len(rows)):
@@ -221,11 +254,3 @@ def _claim(since: np.ndarray, ids: np.ndarray, now: int) -> tuple[np.ndarray, np
             since[row] = now
             count += 1
     return rows[:count], before[:count]
-
-
-@njit(cache=True, nogil=True)
-def _add_scaled_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray, scale: np.ndarray) -> None:
-    for i in range(len(rows)):
-        row, value = table[rows[i]], values[i]
-        for j in range(len(row)):
-            row[j] += scale[i] * value[j]

@@ -74,6 +74,7 @@ class Pace:
         self.window = window
         self.steps = 0
         self.has_momentum = False
+        self.drifts = False  # whether weight decay or momentum move rows that nothing touches
         self._phi = np.empty((4, window))  # ww, wv, vw, vv for each t0
         self._noise = np.empty((3, window))  # C: ww, wv, vv
 
@@ -83,11 +84,12 @@ class Pace:
 
     def restart(self) -> None:
         """All rows are settled."""
-        self.steps, self.has_momentum = 0, False
+        self.steps, self.has_momentum, self.drifts = 0, False, False
 
     def advance(self, step: Coefficients) -> None:
         assert not self.full, "all rows must be settled first"
         self.has_momentum |= step.has_momentum
+        self.drifts |= step.has_momentum or step.ww != 1
         self._phi[:, self.steps] = 1.0, 0.0, 0.0, 1.0
         self._noise[:, self.steps] = 0.0
         self.steps += 1
@@ -116,7 +118,9 @@ class Pace:
     def deviation(self, since: np.ndarray) -> np.ndarray:
         """L with L L^T = C from each of the steps `since` to the present, (3, n): ww, vw, vv (lower triangle)."""
         if not self.has_momentum:
-            return np.stack([np.sqrt(self._noise[0, since]), *np.zeros((2, len(since)))])
+            own = np.zeros((3, len(since)))
+            own[0] = np.sqrt(self._noise[0, since])
+            return own
         a, b, c = self._noise[:, since]
         root = np.sqrt(a)
         below = np.divide(b, root, out=np.zeros_like(b), where=root > 0)

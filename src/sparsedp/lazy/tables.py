@@ -19,7 +19,8 @@ from torch.optim import SGD
 from sparsedp.capture import kernels
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.lazy.pace import Coefficients, Pace
-from sparsedp.noise import RandomKey, on_all_cores, row_normals
+from sparsedp.noise import RandomKey, add_row_normals, row_normals
+from sparsedp.threads import on_all_cores
 
 # Elements of a table that are settled together, and from how many on a progress bar is shown.
 _CHUNK, _LONG = 1 << 21, 1 << 27
@@ -189,7 +190,8 @@ class LazyTables:
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             weight = table.parameter.detach()
             momentum = self._momentum(table) if group.pace.has_momentum else None
-            _drift(group.pace.transition(before), weight, momentum, rows)
+            if group.pace.drifts:
+                _drift(group.pace.transition(before), weight, momentum, rows)
             if self._std == 0:
                 return
             if self._aggregate:
@@ -202,13 +204,12 @@ class LazyTables:
     ) -> None:
         """One draw with the variance, or covariance, of all steps that are pending."""
         now = group.first + group.pace.steps
-        deviation = [_scale(part, weight) for part in self._std * group.pace.deviation(since)]
-        noise = row_normals(self._key().child(_AGGREGATED, table.index, now), rows, weight)
-        kernels.add_scaled_rows(weight, rows, noise, deviation[0])
+        deviation = self._std * group.pace.deviation(since)
+        shared = self._key().child(_AGGREGATED, table.index, now)
+        add_row_normals(shared, weight, rows, deviation[0])
         if momentum is not None:
-            kernels.add_scaled_rows(momentum, rows, noise, deviation[1])
-            rest = row_normals(self._key().child(_MOMENTUM, table.index, now), rows, weight)
-            kernels.add_scaled_rows(momentum, rows, rest, deviation[2])
+            add_row_normals(shared, momentum, rows, deviation[1])
+            add_row_normals(self._key().child(_MOMENTUM, table.index, now), momentum, rows, deviation[2])
 
     def _add_one_by_one(
         self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor | None, rows: Tensor, since: np.ndarray
@@ -288,8 +289,7 @@ def _drift(phi: np.ndarray, weight: Tensor, momentum: Tensor | None, rows: Tenso
     """What weight decay and momentum do to rows while nothing touches them: x = Phi x."""
     shape = (-1, *[1] * (weight.ndim - 1))
     if momentum is None:
-        if not (phi[0] == 1).all():
-            weight[rows] *= _scale(phi[0], weight).view(shape)
+        weight[rows] *= _scale(phi[0], weight).view(shape)
         return
     w, v = weight[rows], momentum[rows]
     ww, wv, vw, vv = (_scale(part, weight).view(shape) for part in phi)
