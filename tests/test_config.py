@@ -67,11 +67,24 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
     values = yaml.safe_load((configs / "demo.yaml").read_text())
     assert values["stream"] is None
     values["stream"] = yaml.safe_load((configs / "stream.yaml").read_text())["stream"]  # which explains these keys
+    of_sequences = {  # which sequences.yaml and movielens.yaml explain
+        "data": {"items", "length", "groups", "structure", "mean_length", "exclude_seen",
+                 "path", "format", "min_actions", "until_stable"},
+        "model": {"blocks", "heads", "dropout", "tied", "frequencies"},
+    }  # fmt: skip
     for path in all_paths(type(load_config("demo"))):
         section, _, key = path.partition(".")
         of_others = {
-            "data": {"paths", "cache_dir", "vocabulary", "max_malformed", "options"},
-            "model": {"options"},
+            "data": {
+                "paths",
+                "cache_dir",
+                "vocabulary",
+                "max_malformed",
+                "user_column",
+                "options",
+                *of_sequences["data"],
+            },
+            "model": {"options", *of_sequences["model"]},
         }
         if key.partition(".")[0] not in of_others.get(section, set()):
             found = values
@@ -121,15 +134,21 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
         ("privacy.mechanism=5", r"privacy.mechanism: expected a mapping; got 5"),
         (
             "data.kind=generatd",
-            r"data.kind: expected generated or clicklog or 'package.module:name'.*'generated'\?",
+            r"data.kind: expected generated or clicklog or generated_sequences or sequences or 'package.module:name'.*'generated'\?",
         ),
-        ("data.kind=my module:f", r"data.kind: expected generated or clicklog or 'package.module:name'"),
+        (
+            "data.kind=my module:f",
+            r"data.kind: expected generated or clicklog or generated_sequences or sequences or 'package.module:name'",
+        ),
         ("data=none", r"data: expected a mapping with the key kind; got 'none'"),
         ("data={rows: 3}", r"data.kind: missing; expected generated or clicklog"),
         ("data.held_out=1", r"data.held_out: expected a number of at least 0 and below 1 or a list"),
         ("data.held_out=[1, x]", r"data.held_out\[1\]: expected a whole number; got 'x'"),
         ("model.hidden=0", r"model.hidden: expected a whole number of at least 1; got 0"),
-        ("loss=mse", r"loss: expected binary_cross_entropy or 'package.module:name'; got 'mse'"),
+        (
+            "loss=mse",
+            r"loss: expected binary_cross_entropy or softmax or sampled_softmax or binary_candidates or 'package.module:name'; got 'mse'",
+        ),
         (
             "optimizer.name=Adm",
             r"optimizer.name: expected an optimizer of torch.optim.*Did you mean 'Adam'\?",

@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             question.add_argument("--target-delta", type=float, required=True)
         question.add_argument("--sample-rate", type=float, help="probability that an example joins a batch")
         question.add_argument("--batch-size", type=int, help="expected; with --dataset-size, instead of --sample-rate")
-        question.add_argument("--dataset-size", type=int, help="number of examples")
+        question.add_argument("--dataset-size", type=int, help="number of units: examples, or users")
         question.add_argument("--steps", type=int)
         question.add_argument("--epochs", type=int, help="instead of --steps")
         question.add_argument("--accountant", choices=["pld", "rdp", "dp_accounting"], default="pld")

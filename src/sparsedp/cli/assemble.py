@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,14 +21,25 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, default_collate
 
 from sparsedp.cli.config import (
+    SEQUENCE_LOSSES,
     ClickLogData,
     Config,
     CountedVocabulary,
     GeneratedData,
+    GeneratedSequencesData,
     HashedVocabulary,
     OwnData,
     OwnModel,
+    PctrModel,
     SchedulerConfig,
+    SequencesData,
+)
+from sparsedp.cli.sequences import (
+    SequenceCollate,
+    load_sequences,
+    make_sequence_loss,
+    make_sequence_model,
+    tell_noise,
 )
 from sparsedp.data import (
     ClickDataset,
@@ -96,7 +107,7 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
         worker_init_fn=leave_signals_to_the_main_process,
     )
     engine = PrivacyEngine(accountant=privacy.accountant, seed=training.seed)
-    delta = default_delta(len(data.training)) if privacy.target_delta is None else privacy.target_delta
+    delta = default_delta(_units(config, data)) if privacy.target_delta is None else privacy.target_delta
     common: dict[str, Any] = {
         "module": model,
         "optimizer": make_optimizer(config, model),
@@ -108,6 +119,9 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
         "poisson_sampling": privacy.poisson_sampling,
         "max_physical_batch": training.max_physical_batch,
         "stream": make_stream(config, data),
+        "unit": privacy.unit,
+        "max_examples_per_user": privacy.max_examples_per_user,
+        "frequencies": privacy.make_release(),
     }
     if privacy.target_epsilon is not None:
         model, optimizer, private = engine.make_private_with_epsilon(
@@ -118,9 +132,23 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
         model, optimizer, private = engine.make_private(noise_multiplier=privacy.noise_multiplier, **common)
     if data.vocabulary_is_private:
         engine.add_note("The vocabulary, which was counted on the private data without noise.")
+    tell_noise(config, model, data.training, engine.plan)
     steps = training.epochs * private.steps_per_epoch
     scheduler = LambdaLR(optimizer, learning_rate_share(config.optimizer.scheduler, steps))
     return Prepared(engine, model, optimizer, private, scheduler, make_loss(config), data, steps, delta)
+
+
+def _units(config: Config, data: Data) -> int:
+    """How many units the training data have: examples, or users."""
+    if config.privacy.unit == "example":
+        return len(data.training)
+    users = getattr(data.training, "users", None)
+    if users is None:
+        raise ConfigError(
+            "privacy.unit: user needs to know whose each example is. A generated log has users with data.users, a click log "
+            "with data.user_column; a data set of your own needs an attribute `users`, a whole number for each example"
+        )
+    return len(np.unique(users))
 
 
 def leave_signals_to_the_main_process(worker: int) -> None:
@@ -145,6 +173,9 @@ def load_data(config: Config, progress: Callable[[int], None] | None = None) -> 
                 "__len__ and __getitem__, or (training set, held-out set)"
             )
         return Data(training, held_out, getattr(training, "collate", default_collate))
+    if isinstance(source, (GeneratedSequencesData, SequencesData)):
+        training, held_out = load_sequences(source)
+        return Data(training, held_out, training.collate)
     if isinstance(source, GeneratedData):
         log: ClickDataset = generated_click_log(
             source.rows,
@@ -154,6 +185,7 @@ def load_data(config: Config, progress: Callable[[int], None] | None = None) -> 
             days=source.days,
             drift=source.drift,
             click_rate=source.click_rate,
+            users=source.users,
         )
     else:
         log = open_click_log(
@@ -162,12 +194,22 @@ def load_data(config: Config, progress: Callable[[int], None] | None = None) -> 
             vocabulary=_vocabulary(source),
             max_malformed=source.max_malformed,
             progress=progress,
+            user_column=source.user_column,
         )
     by_days = isinstance(source.held_out, list)
     training, held_out = log.split(source.held_out, by="periods" if by_days else "tail")
     if len(training) == 0:
         raise ConfigError(f"data.held_out: {source.held_out} leaves nothing of the {len(log)} rows to train on")
     return Data(training, held_out if len(held_out) else None, log.collate)
+
+
+def with_collate(config: Config, data: Data) -> Data:
+    """The data with batches as the loss wants them: one that scores sequences may want negatives."""
+    if config.loss not in SEQUENCE_LOSSES:
+        return data
+    if not hasattr(data.training, "items"):
+        raise ConfigError(f"loss: {config.loss} is for sequences; this data set has no attribute items")
+    return replace(data, collate=SequenceCollate(config, data.training.items, data.collate))
 
 
 def _vocabulary(source: ClickLogData) -> HashVocabulary | CountVocabulary | GivenVocabulary:
@@ -228,6 +270,7 @@ def make_model(config: Config, training: Any) -> nn.Module:
     if config.model.freeze_tables:
         for name in tables:
             parameters[name].requires_grad_(False)
+    tell_noise(config, model, training)
     return model
 
 
@@ -239,12 +282,16 @@ def _new_model(config: Config, training: Any) -> nn.Module:
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model.kind: {chosen.kind} returned {type(model).__name__}; expected a torch.nn.Module")
         return model
+    if not isinstance(chosen, PctrModel):
+        return make_sequence_model(chosen, training)
     if not hasattr(training, "vocabulary_sizes"):
         raise ConfigError("model.kind: pctr needs a click log; this data set has no vocabulary_sizes")
     return PCTR(training.vocabulary_sizes, hidden=chosen.hidden, hidden_layers=chosen.hidden_layers, dims=chosen.dim)
 
 
 def make_loss(config: Config) -> Loss:
+    if config.loss in SEQUENCE_LOSSES:
+        return make_sequence_loss(config)
     if config.loss != "binary_cross_entropy":
         return find_callable(config.loss, "loss")
     reduction = config.privacy.loss_reduction
@@ -284,11 +331,12 @@ def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
 
 def learning_rate_share(config: SchedulerConfig, steps: int) -> Callable[[int], float]:
     """The share of the learning rate for each step, from 0."""
+    warmup = config.warmup or round(config.warmup_share * steps)
 
     def share(step: int) -> float:
-        if step < config.warmup:
-            return (step + 1) / (config.warmup + 1)
-        progress = min(1.0, (step - config.warmup) / max(1, steps - config.warmup))
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        progress = min(1.0, (step - warmup) / max(1, steps - warmup))
         if config.kind == "linear":
             return 1 - progress * (1 - config.final)
         if config.kind == "cosine":

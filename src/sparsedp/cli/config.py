@@ -9,6 +9,7 @@ import torch
 
 from sparsedp.cli.schema import Address, Range, SchemaError, suggestion
 from sparsedp.errors import SparseDPError
+from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
 from sparsedp.sampling.stream import COMPOSITIONS
 
@@ -17,8 +18,13 @@ Seed = Annotated[int, Range(0, 2**63 - 1)]
 Share = Annotated[float, Range(0, 1)]
 Positive = Annotated[float, Range(0, low_open=True)]
 NotNegative = Annotated[float, Range(0)]
+Dropout = Annotated[float, Range(0, 1, high_open=True)]
 # A share of the rows, the last ones, or the periods (days) that are held out.
 HeldOut = Annotated[float, Range(0, 1, high_open=True)] | list[int]
+
+# Losses of models of sequences, and those of them that score the target against drawn negatives only.
+SEQUENCE_LOSSES = ("softmax", "sampled_softmax", "binary_candidates")
+CANDIDATE_LOSSES = ("sampled_softmax", "binary_candidates")
 
 
 @dataclass(frozen=True)
@@ -33,6 +39,7 @@ class GeneratedData:
     days: Count = 1
     drift: Share = 0.0
     click_rate: Annotated[float, Range(0, 1, low_open=True, high_open=True)] = 0.25
+    users: Count | None = None
     held_out: HeldOut = 0.1
 
 
@@ -63,7 +70,39 @@ class ClickLogData:
     cache_dir: str = "runs/cache"
     vocabulary: HashedVocabulary | CountedVocabulary | FileVocabulary = HashedVocabulary("hash")
     max_malformed: Share = 0.001
+    user_column: str | None = None
     held_out: HeldOut = 0.1
+
+
+@dataclass(frozen=True)
+class GeneratedSequencesData:
+    """Sequences drawn from a planted Markov chain (`sparsedp.data.generated_sequences`)."""
+
+    kind: Literal["generated_sequences"]
+    users: Count
+    items: Count
+    length: Count = 50
+    seed: Seed = 0
+    groups: Count = 20
+    structure: Share = 0.9
+    skew: NotNegative = 0.8
+    mean_length: Annotated[float, Range(4)] = 20.0
+    held_out: Literal["test", "validation"] = "test"
+    exclude_seen: bool = False
+
+
+@dataclass(frozen=True)
+class SequencesData:
+    """What users did in order of time, from a file (`sparsedp.data.open_sequences`)."""
+
+    kind: Literal["sequences"]
+    path: str
+    format: Literal["auto", "movielens", "movielens_100k", "amazon", "pairs", "csv", "lists"] = "auto"
+    length: Count = 50
+    min_actions: Count = 5
+    until_stable: bool = False
+    held_out: Literal["test", "validation"] = "test"
+    exclude_seen: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +125,37 @@ class PctrModel:
 
 
 @dataclass(frozen=True)
+class TransformerModel:
+    """A causal Transformer over items (`sparsedp.models.DPFormer`); `dpformer` is the one with re-attention."""
+
+    kind: Literal["transformer", "dpformer"]
+    dim: Count = 64
+    blocks: Count = 2
+    heads: Count = 1
+    dropout: Dropout = 0.2
+    tied: bool = True
+    frequencies: str | None = None
+    freeze_tables: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dim % self.heads:
+            raise SchemaError("heads", f"expected a divisor of model.dim, {self.dim}; got {self.heads}")
+        if self.frequencies is not None and self.kind != "dpformer":
+            raise SchemaError("frequencies", "re-attention alone looks at them; choose model.kind dpformer")
+
+
+@dataclass(frozen=True)
+class RecurrentModel:
+    """A recurrent model over items (`sparsedp.models.RecurrentRecommender`)."""
+
+    kind: Literal["gru", "lstm"]
+    dim: Count = 64
+    dropout: Dropout = 0.2
+    tied: bool = True
+    freeze_tables: bool = False
+
+
+@dataclass(frozen=True)
 class OwnModel:
     """A user's callable: its module, out of the training set and `options`."""
 
@@ -96,13 +166,19 @@ class OwnModel:
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """The learning rate as a share of `optimizer.lr`: it rises in `warmup` steps, then falls to `final`."""
+    """The learning rate as a share of `optimizer.lr`: it rises in `warmup` steps, then falls to `final`.
+
+    `warmup_share` gives the steps in which it rises as a share of all.
+    """
 
     kind: Literal["none", "linear", "cosine"] = "none"
     warmup: Annotated[int, Range(0)] = 0
+    warmup_share: Share = 0.0
     final: Share = 0.0
 
     def __post_init__(self) -> None:
+        if self.warmup and self.warmup_share:
+            raise SchemaError("warmup_share", f"give it or warmup, not both; got {self.warmup_share} and {self.warmup}")
         if self.kind == "none" and self.final != 0:
             raise SchemaError(
                 "final", "a learning rate that does not decay has no final share; choose linear or cosine"
@@ -136,11 +212,29 @@ class TrainingConfig:
     workers: Annotated[int, Range(0)] = 0
     threads: Count | None = None
     evaluate_every: Count | None = None
+    evaluate_every_epochs: Count | None = None
     checkpoint_every: Count | None = 1000
     log_every: Count = 10
     check: bool = True
     seed: Seed | None = None
     init_seed: Seed | None = None
+    negatives: Count | None = None
+    shared_negatives: bool = False
+
+    def __post_init__(self) -> None:
+        if self.evaluate_every is not None and self.evaluate_every_epochs is not None:
+            raise SchemaError("evaluate_every_epochs", "give it or evaluate_every (steps), not both")
+        if self.shared_negatives and self.negatives is None:
+            raise SchemaError("shared_negatives", "there are no negatives to share; give training.negatives")
+
+
+@dataclass(frozen=True)
+class FrequencyConfig:
+    """How often users have each item, released once with noise (`sparsedp.FrequencyRelease`)."""
+
+    epsilon: Positive = 0.5
+    delta: Annotated[float, Range(0, 1, low_open=True, high_open=True)] = 1e-7
+    clip: Positive = 1.0
 
 
 @dataclass(frozen=True)
@@ -154,8 +248,13 @@ class PrivacyConfig:
     accountant: Literal["pld", "rdp", "dp_accounting"] = "pld"
     poisson_sampling: bool = True
     loss_reduction: Literal["mean", "sum"] = "mean"
+    unit: Literal["example", "user"] = "example"
+    max_examples_per_user: Count | None = None
+    frequencies: FrequencyConfig | None = None
 
     def __post_init__(self) -> None:
+        if self.unit == "example" and self.max_examples_per_user is not None:
+            raise SchemaError("max_examples_per_user", "is for privacy.unit: user; with unit: example leave it out")
         if (self.target_epsilon is None) == (self.noise_multiplier is None):
             raise SchemaError(
                 "target_epsilon",
@@ -163,6 +262,10 @@ class PrivacyConfig:
                 f"got {self.target_epsilon} and {self.noise_multiplier}",
             )
         self.make_mechanism()  # what it refuses is refused before any data is read
+
+    def make_release(self) -> FrequencyRelease | None:
+        given = self.frequencies
+        return None if given is None else FrequencyRelease(given.epsilon, given.delta, given.clip)
 
     def make_mechanism(self) -> Mechanism:
         if "name" not in self.mechanism:
@@ -188,12 +291,14 @@ class StreamConfig:
 
 @dataclass(frozen=True)
 class Config:
-    data: GeneratedData | ClickLogData | OwnData
-    model: PctrModel | OwnModel
+    data: GeneratedData | ClickLogData | GeneratedSequencesData | SequencesData | OwnData
+    model: PctrModel | TransformerModel | RecurrentModel | OwnModel
     optimizer: OptimizerConfig
     training: TrainingConfig
     privacy: PrivacyConfig
-    loss: Literal["binary_cross_entropy"] | Address = "binary_cross_entropy"
+    loss: Literal["binary_cross_entropy", "softmax", "sampled_softmax", "binary_candidates"] | Address = (
+        "binary_cross_entropy"
+    )
     stream: StreamConfig | None = None
     name: str = "run"
 
@@ -202,6 +307,33 @@ class Config:
             raise SchemaError(
                 "name", f"names the run's folder, so it must not be empty or hold a slash; got {self.name!r}"
             )
+        self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        """Refuses parts that do not go together, and negatives that no loss looks at."""
+        of_clicks, of_sequences = (GeneratedData, ClickLogData, PctrModel), (GeneratedSequencesData, SequencesData)
+        losses = ", ".join(SEQUENCE_LOSSES)
+        sequential = isinstance(self.data, of_sequences) or isinstance(self.model, (TransformerModel, RecurrentModel))
+        if sequential and self.loss == "binary_cross_entropy":
+            raise SchemaError("loss", f"expected {losses} or a loss of your own for sequences; got {self.loss}")
+        clicks = next((part for part in (self.data, self.model) if isinstance(part, of_clicks)), None)
+        if clicks is not None and (sequential or self.loss in SEQUENCE_LOSSES):
+            key = "data.kind" if clicks is self.data else "model.kind"
+            raise SchemaError(key, f"{clicks.kind} is about clicks, and the rest of the configuration about sequences")
+        if self.loss in CANDIDATE_LOSSES and self.training.negatives is None:
+            raise SchemaError("training.negatives", f"missing; expected how many negatives {self.loss} draws")
+        if self.loss not in CANDIDATE_LOSSES and self.training.negatives is not None:
+            raise SchemaError(
+                "training.negatives", f"the loss {self.loss} draws none; {' and '.join(CANDIDATE_LOSSES)} do"
+            )
+        if self.privacy.frequencies is not None and getattr(self.model, "kind", None) != "dpformer":
+            raise SchemaError("privacy.frequencies", "re-attention alone looks at them; choose model.kind dpformer")
+        if self.privacy.frequencies is not None and getattr(self.model, "frequencies", None) is not None:
+            raise SchemaError(
+                "privacy.frequencies", "model.frequencies are given, so none need be released: leave one out"
+            )
+        if self.training.negatives is not None and self.training.workers:
+            raise SchemaError("training.workers", "negatives are drawn in the main process: give 0")
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

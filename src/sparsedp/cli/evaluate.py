@@ -14,19 +14,28 @@ from torch.utils.data import DataLoader, Subset
 
 from sparsedp.cli.assemble import Data, Loss, forward
 from sparsedp.cli.config import Config
-from sparsedp.data import auc, log_loss
+from sparsedp.cli.sequences import rank
+from sparsedp.data import HeldOutItems, auc, log_loss
 from sparsedp.errors import SparseDPError
 
 
 def evaluate(config: Config, model: nn.Module, loss: Loss, data: Data) -> dict[str, Any]:
-    """AUC and log loss for binary cross-entropy, else the mean loss; empty if nothing is held out.
+    """AUC and log loss for binary cross-entropy, NDCG and HIT for held-out items of sequences, else the mean loss.
 
-    If the held-out data have periods, "periods" has the same for each of them.
+    Empty if nothing is held out. If the held-out data have periods, "periods" has the same for each of them.
     """
     if data.held_out is None:
         return {}
+    if isinstance(data.held_out, HeldOutItems):
+        return rank_items(config, model, data, data.held_out)
     collate = getattr(data.held_out, "collate", data.collate)
     return evaluate_on(config, model, loss, data.held_out, collate, getattr(data.held_out, "periods", None))
+
+
+def rank_items(config: Config, model: nn.Module, data: Data, held_out: Any) -> dict[str, Any]:
+    """NDCG@10 and HIT@10 on some of the held-out items, beside those of the most popular items."""
+    with _evaluating(model):
+        return rank(config, model, data.training, held_out)
 
 
 def evaluate_on(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from sparsedp.cli.config import ClickLogData, Config, FileVocabulary
+from sparsedp.cli.config import ClickLogData, Config, FileVocabulary, SequencesData, TransformerModel
 from sparsedp.cli.schema import SchemaError, all_paths, build, suggestion
 from sparsedp.errors import ConfigError
 
@@ -162,7 +163,12 @@ def _elsewhere(path: str) -> str:
 
 def _absolute(config: Config) -> Config:
     """With the paths of data made absolute, so that a run can be resumed from another directory."""
-    data = config.data
+    data, model = config.data, config.model
+    if isinstance(model, TransformerModel) and model.frequencies is not None:
+        frequencies = _expanded(model.frequencies, "model.frequencies")
+        config = dataclasses.replace(config, model=dataclasses.replace(model, frequencies=frequencies))
+    if isinstance(data, SequencesData):
+        return dataclasses.replace(config, data=dataclasses.replace(data, path=_expanded(data.path, "data.path")))
     if not isinstance(data, ClickLogData):
         return config
 
@@ -176,6 +182,16 @@ def _absolute(config: Config) -> Config:
             data, vocabulary=dataclasses.replace(data.vocabulary, path=absolute(data.vocabulary.path))
         )
     return dataclasses.replace(config, data=data)
+
+
+def _expanded(path: str, key: str) -> str:
+    """An absolute path, with ~ and environment variables filled in."""
+    found = os.path.expandvars(path)
+    if missing := re.search(r"\$\{?(\w+)", found):
+        raise SchemaError(
+            key, f"{path}: there is no environment variable {missing[1]}. Set it, or name the file: --set {key}=FILE"
+        )
+    return str(Path(found).expanduser().absolute())
 
 
 class _Loader(yaml.SafeLoader):

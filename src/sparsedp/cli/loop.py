@@ -15,7 +15,7 @@ from sparsedp.optimizer import StepReport
 class Step:
     """What one step was."""
 
-    loss: float  # mean over the units; not a number if there were none
+    loss: float  # mean over the examples; not a number if there were none
     lr: float
     seconds: float
     report: StepReport
@@ -35,14 +35,15 @@ def steps_of_epoch(parts: Prepared) -> Iterator[Step]:
         if info.units:  # a Poisson sample may be empty: then the step is noise alone
             _, _, loss = forward(parts.model, parts.loss, batch)
             loss.backward()
-            total += loss.item() * (info.units if mean else 1)
+            total += loss.item() * (info.examples if mean else 1)
         optimizer.step()
         if not info.last:
             continue
         lr, *table_lr = [group["lr"] for group in optimizer.param_groups]  # as `make_optimizer` orders them
         parts.scheduler.step()
         assert optimizer.last_step is not None
-        loss_per_unit = total / info.logical_units if info.logical_units else math.nan
+        examples = optimizer.last_step.examples
+        loss_per_example = total / examples if examples else math.nan
         seconds = time.monotonic() - started
-        yield Step(loss_per_unit, lr, seconds, optimizer.last_step, table_lr[0] if table_lr else None, info.span)
+        yield Step(loss_per_example, lr, seconds, optimizer.last_step, table_lr[0] if table_lr else None, info.span)
         started, total = time.monotonic(), 0.0

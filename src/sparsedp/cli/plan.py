@@ -29,6 +29,7 @@ from sparsedp.cli.assemble import (
     make_model,
     make_optimizer,
     prepare,
+    with_collate,
 )
 from sparsedp.cli.config import Config
 from sparsedp.cli.load import add_config_arguments, explain_config, load_config
@@ -128,7 +129,7 @@ def plan_report(
         )
     given = None if counts is None else _read_counts(counts)
     limit_threads(config)
-    data = load_data(config)
+    data = with_collate(config, load_data(config))
     model = make_model(config, data.training)
     activations = _activation_bytes(model, config, data)
     state = _optimizer_state_share(config)
@@ -139,12 +140,16 @@ def plan_report(
     dense_size = sum(p.numel() for name, p in sizes.items() if name in tables)
     quarters = sorted({max(1, steps * k // 4) for k in (1, 2, 3, 4)})
     report: dict[str, Any] = {
+        "unit": plan.unit,
         "dataset_size": plan.dataset_size,
+        "examples": len(data.training),
         "held_out": 0 if data.held_out is None else len(data.held_out),
         "mechanism": plan.mechanism.to_dict(),
         "sample_rate": plan.sample_rate,
         "stream": None if plan.stream is None else plan.stream.to_dict(),
         "expected_batch_size": plan.batch_size,
+        "expected_examples": parts.loader.expected_examples,
+        "max_examples_per_user": plan.max_examples_per_user,
         "epochs": config.training.epochs,
         "steps": steps,
         "noise_multiplier": plan.noise_multiplier,
@@ -181,12 +186,13 @@ def plan_report(
     other_bytes = sum(map(_bytes, model.parameters())) - table_bytes
     itemsize = next(iter(sizes.values())).element_size()
     changed = report["predicted"]["gradient_size"] if "predicted" in report else dense_size
+    most = config.training.max_physical_batch
     memory = {
         "tables": table_bytes,
         "other_parameters": other_bytes,
         "gradients": round(sum(p.numel() for p in sizes.values()) - dense_size + changed) * itemsize,
         "optimizer_state": round(trained * state),
-        "activations": activations,
+        "activations": round(activations * min(parts.loader.expected_examples, most or math.inf)),
     }
     report["memory_bytes"] = {**memory, "total": sum(memory.values())}
     return report
@@ -265,8 +271,8 @@ def _suggested(plan: PrivacyPlan, look: Look, gradient_size: float) -> dict[str,
     }
 
 
-def _activation_bytes(model: nn.Module, config: Config, data: Data) -> int:
-    """What forward keeps of a physical batch; twice, as capture keeps the output gradients beside it."""
+def _activation_bytes(model: nn.Module, config: Config, data: Data) -> float:
+    """What forward keeps of an example; twice, as capture keeps the output gradients beside it."""
     count = min(8, len(data.training))
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
@@ -279,8 +285,7 @@ def _activation_bytes(model: nn.Module, config: Config, data: Data) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         forward(model, make_loss(config), data.examples(count))
-    batch = min(config.training.batch_size, config.training.max_physical_batch or config.training.batch_size)
-    return round(2 * sum(kept.values()) / count * batch)
+    return 2 * sum(kept.values()) / count
 
 
 def _optimizer_state_share(config: Config) -> float:
@@ -315,9 +320,9 @@ def _summary(report: dict[str, Any]) -> Table:
     table.add_column(overflow="fold")
     memory, mechanism = report["memory_bytes"], dict(report["mechanism"])
     rows = [
-        ("examples", f"{report['dataset_size']:,}, and {report['held_out']:,} held out"),
+        *_who(report),
         ("steps", f"{report['steps']:,} in {report['epochs']} epoch(s)"),
-        ("batch", f"{report['expected_batch_size']:,} expected, sampling rate {report['sample_rate']:.4g}"),
+        ("batch", f"{_batch(report)} expected, sampling rate {report['sample_rate']:.4g}"),
         *(() if report["stream"] is None else [("stream", _stream(report["stream"]))]),
         ("mechanism", ", ".join([mechanism.pop("name"), *(f"{k}={v}" for k, v in mechanism.items())])),
         ("noise multiplier", f"{report['noise_multiplier']:.4g}, clipping norm {report['max_grad_norm']:g}"),
@@ -369,6 +374,19 @@ def _summary(report: dict[str, Any]) -> Table:
     for row in rows:
         table.add_row(*row)
     return table
+
+
+def _who(report: dict[str, Any]) -> list[tuple[str, str]]:
+    examples = ("examples", f"{report['examples']:,}, and {report['held_out']:,} held out")
+    return [examples] if report["unit"] == "example" else [("users", f"{report['dataset_size']:,}"), examples]
+
+
+def _batch(report: dict[str, Any]) -> str:
+    if report["unit"] == "example":
+        return f"{report['expected_batch_size']:,}"
+    most = report["max_examples_per_user"]
+    each = "" if most is None else f", at most {most:,} of a user's"
+    return f"{report['expected_batch_size']:,} users with {_number(report['expected_examples'])} examples{each}"
 
 
 def _number(value: float) -> str:

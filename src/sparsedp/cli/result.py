@@ -19,6 +19,7 @@ class Totals:
 
     steps: int = 0
     units: int = 0
+    examples: int = 0
     rows_touched: int = 0
     gradient_size: int = 0
     training_seconds: float = 0.0
@@ -31,6 +32,7 @@ class Totals:
     def add(self, report: StepReport, seconds: float) -> None:
         self.steps += 1
         self.units += report.units
+        self.examples += report.examples
         self.rows_touched += report.rows_touched
         self.gradient_size += report.gradient_size
         self.training_seconds += seconds
@@ -69,7 +71,7 @@ class RunResult:
 
     @property
     def examples_per_second(self) -> float:
-        return self.totals.units / max(1e-9, self.totals.training_seconds)
+        return self.totals.examples / max(1e-9, self.totals.training_seconds)
 
     def to_dict(self) -> dict[str, Any]:
         planted = {} if self.planted_auc is None else {"planted_auc": self.planted_auc}
@@ -80,6 +82,7 @@ class RunResult:
             "planned_steps": self.planned_steps,
             **self.metrics,
             **planted,
+            "unit": self.statement.unit,
             "epsilon": self.statement.epsilon,
             "delta": self.statement.delta,
             "noise_multiplier": self.statement.noise_multiplier,
@@ -114,6 +117,13 @@ class RunResult:
             planted = "" if self.planted_auc is None else f"; {self.planted_auc:.4f} for the model that drew the clicks"
             lines.append(("AUC, held out", f"{self.metrics['auc']:.4f} (0.5 for guessing{planted})"))
             lines.append(("log loss, held out", f"{self.metrics['log_loss']:.4f}"))
+        for name in ("ndcg@10", "hit@10"):
+            if name in self.metrics:
+                beside = {"popularity": "the most popular items", "planted": "the model that drew the sequences"}
+                found = {text: self.metrics.get(f"{key}_{name}") for key, text in beside.items()}
+                others = "; ".join(f"{value:.4f} for {text}" for text, value in found.items() if value is not None)
+                shown = f"{self.metrics[name]:.4f}" + (f" ({others})" if others else "")
+                lines.append((f"{name.upper()}, held out", shown))
         if "loss" in self.metrics:
             lines.append(("loss, held out", f"{self.metrics['loss']:.4f}"))
         periods = self.metrics.get("periods", {})
@@ -121,7 +131,9 @@ class RunResult:
             name = "auc" if "auc" in values else "loss"
             lines.append((f"  period {period}", f"{'AUC' if name == 'auc' else name} {values[name]:.4f}"))
         if self.statement.holds:
-            lines.append(("privacy", f"epsilon {self.statement.epsilon:.4g} at delta {self.statement.delta:.3g}"))
+            whom = " for each user" if self.statement.unit == "user" else ""
+            promise = f"epsilon {self.statement.epsilon:.4g} at delta {self.statement.delta:.3g}"
+            lines.append(("privacy", promise + whom))
         else:
             lines.append(("privacy", "NONE (epsilon is infinite)"))
         if self.tables_frozen:

@@ -22,8 +22,9 @@ from torch.utils.data import Subset
 
 from sparsedp.cli.assemble import Data, Prepared, load_data
 from sparsedp.cli.config import Config
-from sparsedp.cli.evaluate import evaluate_on
+from sparsedp.cli.evaluate import evaluate_on, rank_items
 from sparsedp.cli.train import run_training
+from sparsedp.data import HeldOutItems
 from sparsedp.errors import SparseDPError, SparseDPWarning
 
 ERROR_FILE = "error.txt"
@@ -109,7 +110,11 @@ def evaluate_halves(config: Config, parts: Prepared) -> dict[str, Any]:
     metrics = {}
     for name, chosen in (("validation", order[:middle]), ("test", order[middle:])):
         rows = np.sort(chosen)
-        metrics[name] = evaluate_on(config, parts.model, parts.loss, Subset(held_out, rows.tolist()), collate)
+        part = Subset(held_out, rows.tolist())
+        if isinstance(held_out, HeldOutItems):
+            metrics[name] = rank_items(config, parts.model, parts.data, part)
+        else:
+            metrics[name] = evaluate_on(config, parts.model, parts.loss, part, collate)
     return metrics
 
 

@@ -15,7 +15,16 @@ from rich.console import Console
 from torch.utils.data import Subset
 
 from sparsedp.check import check
-from sparsedp.cli.assemble import Data, Prepared, limit_threads, load_data, make_loss, make_model, prepare
+from sparsedp.cli.assemble import (
+    Data,
+    Prepared,
+    limit_threads,
+    load_data,
+    make_loss,
+    make_model,
+    prepare,
+    with_collate,
+)
 from sparsedp.cli.config import Config, differences
 from sparsedp.cli.evaluate import evaluate, evaluate_on
 from sparsedp.cli.load import add_config_arguments, explain_config, load_config
@@ -23,6 +32,7 @@ from sparsedp.cli.loop import Step, steps_of_epoch
 from sparsedp.cli.progress import Reporter, Status, make_reporter
 from sparsedp.cli.result import RunResult, Totals
 from sparsedp.cli.runfolder import RunFolder, plain, refuse_used_folder
+from sparsedp.cli.sequences import SequenceCollate, release_frequencies
 from sparsedp.cli.signals import stop_on_signals
 from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import ConfigError
@@ -37,6 +47,7 @@ MAY_CHANGE = {
     "training.threads",
     "training.max_physical_batch",
     "training.evaluate_every",
+    "training.evaluate_every_epochs",
     "training.checkpoint_every",
     "training.log_every",
     "training.check",
@@ -48,6 +59,8 @@ EPILOG = """examples:
   sparsedp train demo --set privacy.target_epsilon=1     the same with more noise
   sparsedp train stream                                  days in order of time, evaluated on later days
   sparsedp train criteo --set 'data.paths=train.txt.gz'  a click log in Criteo's format
+  sparsedp train sequences                               the next item of generated sequences, in less than a minute
+  sparsedp train movielens --set data.path=ratings.dat   the next film, a user as the unit
   sparsedp train my.yaml --run-dir runs/mine --json      the result as JSON; progress goes to stderr
   sparsedp train --resume runs/mine                      go on after Ctrl-C or a crash
 
@@ -136,7 +149,7 @@ def run_training(
     if run_dir is not None and not resume:
         refuse_used_folder(run_dir)
     limit_threads(config)
-    data = _load(config, reporter) if data is None else data
+    data = with_collate(config, _load(config, reporter) if data is None else data)
     model = make_model(config, data.training)
     checked = None
     if config.training.check:
@@ -187,7 +200,7 @@ def _describe(prepared: Prepared, reporter: Reporter) -> None:
     reporter.say(f"Model: {sum(p.numel() for p in prepared.model.parameters()):,} parameters")
     reporter.say(
         f"Plan: {plan.mechanism.name}, noise multiplier {plan.noise_multiplier:.4g}{budget}; "
-        f"{prepared.steps:,} steps of {plan.batch_size:,} examples (rate {plan.sample_rate:.3g})"
+        f"{prepared.steps:,} steps of {plan.batch_size:,} {plan.unit}s (rate {plan.sample_rate:.3g})"
     )
     if (stream := prepared.loader.stream) is not None:
         first, last = int(stream.periods.min()), int(stream.periods.max())
@@ -245,6 +258,7 @@ class _Training:
         return self.parts.engine.ledger.steps
 
     def run(self, should_stop: Callable[[int], bool]) -> RunResult:
+        release_frequencies(self.config, self.parts.model, self.parts.engine)
         self.reporter.begin(self.step, self.parts.steps)
         try:
             self._train(should_stop)
@@ -261,12 +275,15 @@ class _Training:
 
     def _train(self, should_stop: Callable[[int], bool]) -> None:
         settings = self.config.training
+        every = settings.evaluate_every
+        if settings.evaluate_every_epochs is not None:
+            every = settings.evaluate_every_epochs * self.parts.loader.steps_per_epoch
         while self.step < self.parts.steps and not should_stop(self.step):
             for done in steps_of_epoch(self.parts):
                 step, row = self.step, self._count(done)
                 if step % settings.log_every == 0 or step == self.parts.steps:
                     self.folder.log(row)
-                if settings.evaluate_every is not None and step % settings.evaluate_every == 0:
+                if every is not None and step % every == 0:
                     self._evaluate()
                 self._evaluate_next()
                 if should_stop(step):
@@ -278,7 +295,7 @@ class _Training:
         """Adds a step to the totals and shows it; returns what is logged about it."""
         report, totals = done.report, self.totals
         totals.add(report, done.seconds)
-        speed = totals.units / totals.training_seconds
+        speed = totals.examples / totals.training_seconds
         stream = self.parts.loader.stream
         self.reporter.show(
             Status(
@@ -298,6 +315,7 @@ class _Training:
             "lr": done.lr,
             **({} if done.table_lr is None else {"table_lr": done.table_lr}),
             "units": report.units,
+            "examples": report.examples,
             "clipped_share": report.clipped_share,
             "mean_norm": report.mean_norm,
             "rows_touched": report.rows_touched,
@@ -353,6 +371,7 @@ class _Training:
             "totals": asdict(self.totals),
             "evaluation": self.evaluation,
             "evaluated": self.evaluated,
+            "negatives": collate.state() if isinstance(collate := self.parts.data.collate, SequenceCollate) else None,
         }
         engine.save_checkpoint(self.folder.checkpoint, extra=extra)
         self.folder.write_weights(self.parts.model.state_dict())
@@ -360,9 +379,12 @@ class _Training:
     def restore(self) -> None:
         extra = self.parts.engine.load_checkpoint(self.folder.checkpoint)
         self.parts.scheduler.load_state_dict(extra["scheduler"])
-        self.totals = Totals(**extra["totals"])
+        before = extra["totals"]
+        self.totals = Totals(**{"examples": before["units"], **before})  # from before there were users: as many
         self.earlier_seconds = self.totals.seconds
         self.evaluation, self.evaluated = extra["evaluation"], extra["evaluated"]
+        if isinstance(collate := self.parts.data.collate, SequenceCollate):
+            collate.restore(extra["negatives"])
         self.folder.forget_after(self.step)
         self.reporter.say(f"Resumed after step {self.step} of {self.parts.steps}")
 

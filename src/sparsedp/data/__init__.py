@@ -1,4 +1,4 @@
-"""Data sets: click logs in Criteo's format, read from text or generated, and metrics."""
+"""Data sets: click logs in Criteo's format and users' sequences, read from text or generated, and metrics."""
 
 from sparsedp.data.clickcache import MalformedLine, ReadSummary
 from sparsedp.data.clicklog import (
@@ -11,25 +11,50 @@ from sparsedp.data.clicklog import (
 )
 from sparsedp.data.clickparse import MISSING_INTEGER
 from sparsedp.data.generated import GeneratedClickLog, generated_click_log, write_click_log
+from sparsedp.data.generatedsequences import GeneratedSequences, generated_sequences
 from sparsedp.data.metrics import auc, log_loss
+from sparsedp.data.ranking import Ranking, popularity_scorer, rank_held_out, ranks
+from sparsedp.data.sequencefiles import Actions, read_actions
+from sparsedp.data.sequences import (
+    HeldOutItems,
+    SequenceDataset,
+    Sequences,
+    SequenceSplit,
+    make_sequences,
+    open_sequences,
+)
 from sparsedp.data.vocabulary import CountVocabulary, GivenVocabulary, HashVocabulary
 
 __all__ = [
     "CRITEO_VOCABULARY",
     "MISSING_INTEGER",
+    "Actions",
     "ClickBatch",
     "ClickDataset",
     "ClickLog",
     "CountVocabulary",
     "GeneratedClickLog",
+    "GeneratedSequences",
     "GivenVocabulary",
     "HashVocabulary",
+    "HeldOutItems",
     "MalformedLine",
+    "Ranking",
     "ReadSummary",
+    "SequenceDataset",
+    "SequenceSplit",
+    "Sequences",
     "auc",
     "collate_clicks",
     "generated_click_log",
+    "generated_sequences",
     "log_loss",
+    "make_sequences",
     "open_click_log",
+    "open_sequences",
+    "popularity_scorer",
+    "rank_held_out",
+    "ranks",
+    "read_actions",
     "write_click_log",
 ]

@@ -1,10 +1,11 @@
-"""The cache of a click log: four raw arrays and a JSON header, built once from the text in blocks of 16 MB.
+"""The cache of a click log: raw arrays and a JSON header, built once from the text in blocks of 16 MB.
 
-    clicklog-<key>/        key: source files (path, size, time of change), vocabulary, version of this format
+    clicklog-<key>/        key: source files (path, size, time of change), vocabulary, user column, version of this format
       labels.bin           uint8 [rows]
       integers.bin         int32 [rows, 13], missing as -2^31
       categories.bin       int32 [rows, 26], rows of the tables
       periods.bin          int32 [rows], where the log has periods
+      users.bin            int64 [rows], if a user column is named
       vocabulary.npz       a counted or given vocabulary
       header.json
 
@@ -61,6 +62,7 @@ ARRAYS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "integers": (np.int32, (INTEGERS,)),
     "categories": (np.int32, (CATEGORIES,)),
     "periods": (np.int32, ()),
+    "users": (np.int64, ()),
 }
 _FIRST_BLOCK = 1 << 19  # small, so that a file of the wrong kind is refused at once
 _BLOCK = 1 << 24
@@ -138,10 +140,13 @@ def cached(
     vocabulary: Vocabulary,
     max_malformed: float,
     progress: Callable[[int], None] | None,
+    user_column: str | None = None,
 ) -> Path:
     """The directory of a complete cache of these files; builds it if there is none."""
     stamps = _stamps(sources)
     key_parts = {"format": FORMAT, "sources": stamps, "vocabulary": vocabulary.options()}
+    if user_column is not None:
+        key_parts["user_column"] = user_column
     key = hashlib.sha256(json.dumps(key_parts, sort_keys=True).encode()).hexdigest()[:20]
     directory = cache_dir / f"clicklog-{key}"
     if is_complete(directory):
@@ -153,7 +158,7 @@ def cached(
             partial = _partial(cache_dir, key)
             try:
                 partial.mkdir()
-                _build(sources, partial, vocabulary, max_malformed, progress)
+                _build(sources, partial, vocabulary, max_malformed, progress, user_column)
                 if _stamps(sources) != stamps:
                     raise DataError("a source file changed while it was read; try again when it is complete")
                 shutil.rmtree(directory, ignore_errors=True)  # damaged, or it would have been used
@@ -242,11 +247,13 @@ def _build(
     vocabulary: Vocabulary,
     max_malformed: float,
     progress: Callable[[int], None] | None,
+    user_column: str | None,
 ) -> None:
-    layouts = [_layout(path) for path in sources]
+    layouts = [_layout(path, user_column) for path in sources]
     from_column = all(layout.has_period for layout in layouts if layout is not None)
     has_periods = from_column or len(sources) > 1
-    names = [name for name in ARRAYS if has_periods or name != "periods"]
+    absent = {"periods": not has_periods, "users": user_column is None}
+    names = [name for name in ARRAYS if not absent.get(name, False)]
     encoder = vocabulary.counter() if isinstance(vocabulary, CountVocabulary) else vocabulary
     summary = ReadSummary()
     with ExitStack() as stack:
@@ -260,6 +267,7 @@ def _build(
                     "integers": block.integers,
                     "categories": encoder.encode(block.categories),
                     "periods": block.periods if from_column else np.full(len(block.labels), index, np.int32),
+                    "users": block.users,
                 }
                 for name, file in files.items():
                     arrays[name].tofile(file)
@@ -319,10 +327,10 @@ def _open_text(path: Path) -> Iterator[gzip.GzipFile | BufferedReader]:
         raise DataError(f"{path}: the gzip file is damaged or cut short: {error}") from error
 
 
-def _layout(path: Path) -> Layout | None:
+def _layout(path: Path, user_column: str | None) -> Layout | None:
     with _open_text(path) as stream:
         first_line = stream.readline(_FIRST_BLOCK)
-    return detect_layout(first_line, path) if first_line else None
+    return detect_layout(first_line, path, user_column) if first_line else None
 
 
 def _parsed_blocks(path: Path, layout: Layout, summary: ReadSummary) -> Iterator[ParsedBlock]:

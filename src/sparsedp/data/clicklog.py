@@ -80,10 +80,12 @@ class ClickDataset(Dataset[Item]):
         periods: np.ndarray | None,
         vocabulary_sizes: Sequence[int],
         vocabulary_is_private: bool = False,
+        users: np.ndarray | None = None,
     ) -> None:
         self.vocabulary_sizes = list(vocabulary_sizes)
         self.vocabulary_is_private = vocabulary_is_private
         self._integers, self._categories, self._labels, self._periods = integers, categories, labels, periods
+        self._users = users
         self._indices: np.ndarray | None = None  # of a subset, in the whole arrays
 
     def __len__(self) -> int:
@@ -120,6 +122,11 @@ class ClickDataset(Dataset[Item]):
     def periods(self) -> np.ndarray | None:
         """int32 [n], the day or block of each item; None if the log has none."""
         return None if self._periods is None else self._view(self._periods)
+
+    @property
+    def users(self) -> np.ndarray | None:
+        """int64 [n], the user of each item; None if the log has none."""
+        return None if self._users is None else self._view(self._users)
 
     def _view(self, array: np.ndarray) -> np.ndarray:
         return array if self._indices is None else array[self._indices]
@@ -189,6 +196,7 @@ class ClickLog(ClickDataset):
             arrays.get("periods"),
             header["vocabulary_sizes"],
             header["vocabulary_is_private"],
+            arrays.get("users"),
         )
         self.summary: ReadSummary = clickcache.read_summary(header)
         self._indices = indices
@@ -211,13 +219,15 @@ def open_click_log(
     vocabulary: Vocabulary | None = None,
     max_malformed: float = 0.001,
     progress: Callable[[int], None] | None = None,
+    user_column: str | None = None,
 ) -> ClickLog:
     """Reads a click log in Criteo's text format, or opens the cache that an earlier call left in `cache_dir`.
 
     `paths`: one file, a list of files, or a directory or glob pattern; plain or gzipped, separated by tabs or
     commas. Without a header the columns are label, I1..I13, C1..C26; with one they are found by these names,
     and a column `period`, `day` or `block` gives the periods. Otherwise the period is the number of the file,
-    if there are several. `vocabulary` is `HashVocabulary()` unless given.
+    if there are several. `vocabulary` is `HashVocabulary()` unless given. `user_column` names a further column of the
+    header, of whole numbers with at most 18 digits: the users of the rows, for `unit="user"`.
     Malformed lines are left out; more than the share `max_malformed` of them is a DataError. `progress` is
     called with the number of rows read so far.
     """
@@ -229,6 +239,7 @@ def open_click_log(
         HashVocabulary() if vocabulary is None else vocabulary,
         max_malformed,
         progress,
+        user_column,
     )
     log = ClickLog(directory)
     log.summary.check(max_malformed)  # the cache may stem from a more lenient call

@@ -19,27 +19,30 @@ CATEGORIES = 26
 MISSING_INTEGER = -(2**31)  # how an empty integer field is stored
 MISSING_CATEGORY = -1  # the code of an empty category field; present ones are their hex number
 
-# What a field of a line is for: a column of the log, the period, or nothing.
+# What a field of a line is for: a column of the log, the period, the user, or nothing.
 SKIP, LABEL, FIRST_INTEGER, FIRST_CATEGORY, PERIOD = -1, 0, 1, 1 + INTEGERS, 1 + INTEGERS + CATEGORIES
+USER = PERIOD + 1
 COLUMNS = ["label", *(f"I{i + 1}" for i in range(INTEGERS)), *(f"C{i + 1}" for i in range(CATEGORIES))]
 PERIOD_COLUMNS = ("period", "day", "block")
 
-FIELD_COUNT, BAD_LABEL, BAD_INTEGER, BAD_CATEGORY, BAD_PERIOD = 1, 2, 3, 4, 5
+FIELD_COUNT, BAD_LABEL, BAD_INTEGER, BAD_CATEGORY, BAD_PERIOD, BAD_USER = 1, 2, 3, 4, 5, 6
 REASONS = {
     BAD_LABEL: "is neither 0 nor 1",
     BAD_INTEGER: "is not a whole number of 32 bits",
     BAD_CATEGORY: "is not a hex number of at most 15 digits",
     BAD_PERIOD: "is not a whole number of 32 bits",
+    BAD_USER: "is not a whole number of at most 18 digits",
 }
 KEPT_MALFORMED = 20
 
 _INTEGER = re.compile(rb"(-?[0-9]{1,10})(\.0*)?")  # pandas writes 3 as 3.0 in a column with gaps
 _CATEGORY = re.compile(rb"[0-9a-fA-F]{1,15}")
+_USER = re.compile(rb"[0-9]{1,18}")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which field of a line is what. `targets[i]` is the meaning of field i: SKIP, LABEL, ..., PERIOD."""
+    """Which field of a line is what. `targets[i]` is the meaning of field i: SKIP, LABEL, ..., PERIOD, USER."""
 
     separator: str
     has_header: bool
@@ -52,7 +55,7 @@ class Layout:
 
 @dataclass
 class ParsedBlock:
-    """Rows of one block: labels [n], integers [n, 13], categories [n, 26] (codes), periods [n] (0 if none).
+    """Rows of one block: labels [n], integers [n, 13], categories [n, 26] (codes), periods and users [n] (0 if none).
 
     `bad` holds line (from 0), reason and field of the first malformed lines; `malformed` counts all of them.
     """
@@ -61,6 +64,7 @@ class ParsedBlock:
     integers: np.ndarray
     categories: np.ndarray
     periods: np.ndarray
+    users: np.ndarray
     lines: int
     malformed: int
     bad: np.ndarray
@@ -72,6 +76,7 @@ class ParsedBlock:
             integers=np.empty((rows, INTEGERS), np.int32),
             categories=np.empty((rows, CATEGORIES), np.int64),
             periods=np.zeros(rows, np.int32),
+            users=np.zeros(rows, np.int64),
             lines=0,
             malformed=0,
             bad=np.zeros((KEPT_MALFORMED, 3), np.int64),
@@ -83,19 +88,25 @@ class ParsedBlock:
             self.integers[:rows],
             self.categories[:rows],
             self.periods[:rows],
+            self.users[:rows],
             lines,
             malformed,
             self.bad[: min(malformed, KEPT_MALFORMED)],
         )
 
 
-def detect_layout(first_line: bytes, path: Path) -> Layout:
-    """The layout of a file from its first line, which is a header if one of its fields is `label`."""
+def detect_layout(first_line: bytes, path: Path, user_column: str | None = None) -> Layout:
+    """The layout of a file from its first line, which is a header if one of its fields is `label`.
+
+    `user_column` names the column of the header that holds the user of each row.
+    """
     line = first_line.removesuffix(b"\n").removesuffix(b"\r").decode("latin-1")
     if "\t" not in line and "," not in line:
         raise DataError(f"{path}: the first line has neither tabs nor commas; this is not a click log")
     separator = "\t" if "\t" in line else ","
     names = [name.strip().lower() for name in line.split(separator)]
+    if "label" not in names and user_column is not None:
+        raise DataError(f"{path}: there is no header, so that the user column {user_column!r} cannot be found")
     if "label" not in names:
         return Layout(separator, False, tuple(range(len(COLUMNS))))
     known = {name.lower(): target for target, name in enumerate(COLUMNS)}
@@ -109,6 +120,14 @@ def detect_layout(first_line: bytes, path: Path) -> Layout:
     targets = [known.get(name, SKIP) for name in names]
     if period is not None:
         targets[names.index(period)] = PERIOD
+    if user_column is not None:
+        where = [i for i, name in enumerate(names) if name == user_column.strip().lower()]
+        if len(where) != 1 or targets[where[0]] != SKIP:
+            raise DataError(
+                f"{path}: the user column {user_column!r} must be one column of the header, and not one that is read as "
+                f"something else; the others are {', '.join(n for n, t in zip(names, targets) if t == SKIP) or 'none'}"
+            )
+        targets[where[0]] = USER
     return Layout(separator, True, tuple(targets))
 
 
@@ -117,7 +136,8 @@ def explain(layout: Layout, reason: int, field: int) -> str:
     if reason == FIELD_COUNT:
         return f"{field} fields, expected {len(layout.targets)}"
     target = layout.targets[field]
-    return f"{'period' if target == PERIOD else COLUMNS[target]} {REASONS[reason]}"
+    name = {PERIOD: "period", USER: "user"}.get(target) or COLUMNS[target]
+    return f"{name} {REASONS[reason]}"
 
 
 def parse_block(block: bytes, layout: Layout) -> ParsedBlock:
@@ -135,6 +155,7 @@ def parse_block(block: bytes, layout: Layout) -> ParsedBlock:
         parsed.integers,
         parsed.categories,
         parsed.periods,
+        parsed.users,
         parsed.bad,
     )
     return parsed.cut(rows, lines, malformed)
@@ -172,6 +193,11 @@ def _parse_fields(fields: list[bytes], layout: Layout, parsed: ParsedBlock, row:
             if field and not _CATEGORY.fullmatch(field):
                 return BAD_CATEGORY, i
             parsed.categories[row, target - FIRST_CATEGORY] = int(field, 16) if field else MISSING_CATEGORY
+            continue
+        if target == USER:
+            if not _USER.fullmatch(field):
+                return BAD_USER, i
+            parsed.users[row] = int(field)
             continue
         match = _INTEGER.fullmatch(field)
         value = int(match[1]) if match else MISSING_INTEGER

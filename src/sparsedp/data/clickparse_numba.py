@@ -7,13 +7,14 @@ from numba import njit
 
 from sparsedp.data import clickparse
 
-_SKIP, _LABEL, _PERIOD = clickparse.SKIP, clickparse.LABEL, clickparse.PERIOD
+_SKIP, _LABEL, _PERIOD, _USER = clickparse.SKIP, clickparse.LABEL, clickparse.PERIOD, clickparse.USER
 _FIRST_INTEGER, _FIRST_CATEGORY = clickparse.FIRST_INTEGER, clickparse.FIRST_CATEGORY
 _FIELD_COUNT, _BAD_LABEL = clickparse.FIELD_COUNT, clickparse.BAD_LABEL
-_BAD_INTEGER, _BAD_CATEGORY, _BAD_PERIOD = (
+_BAD_INTEGER, _BAD_CATEGORY, _BAD_PERIOD, _BAD_USER = (
     clickparse.BAD_INTEGER,
     clickparse.BAD_CATEGORY,
     clickparse.BAD_PERIOD,
+    clickparse.BAD_USER,
 )
 _MISSING_INTEGER, _MISSING_CATEGORY = clickparse.MISSING_INTEGER, clickparse.MISSING_CATEGORY
 _NEWLINE, _RETURN, _MINUS, _POINT, _ZERO, _NINE = 10, 13, 45, 46, 48, 57
@@ -32,6 +33,7 @@ def parse_lines(
     integers: np.ndarray,
     categories: np.ndarray,
     periods: np.ndarray,
+    users: np.ndarray,
     bad: np.ndarray,
 ) -> tuple[int, int, int]:
     """Fills the arrays from `buffer` (uint8, ends with a newline); returns rows, lines and malformed lines.
@@ -67,6 +69,15 @@ def parse_lines(
                     problem = _BAD_CATEGORY
                 categories[rows, target - _FIRST_CATEGORY] = value
                 wrong = _BAD_CATEGORY
+            elif target == _USER:
+                wrong = _BAD_USER
+                while _ZERO <= buffer[pos] <= _NINE:
+                    if pos - begin < 18:
+                        value = value * 10 + (np.int64(buffer[pos]) - _ZERO)
+                    pos += 1
+                if not 1 <= pos - begin <= 18:
+                    problem = wrong
+                users[rows] = value
             elif target != _SKIP:
                 negative = buffer[pos] == _MINUS
                 if negative:

@@ -36,8 +36,9 @@ class GeneratedClickLog(ClickDataset):
         periods: np.ndarray | None,
         vocabulary_sizes: Sequence[int],
         logits: np.ndarray,
+        users: np.ndarray | None = None,
     ) -> None:
-        super().__init__(integers, categories, labels, periods, vocabulary_sizes)
+        super().__init__(integers, categories, labels, periods, vocabulary_sizes, users=users)
         self._logits = logits
 
     @property
@@ -61,6 +62,7 @@ def generated_click_log(
     days: int = 1,
     drift: float = 0.0,
     click_rate: float = 0.25,
+    users: int | None = None,
 ) -> GeneratedClickLog:
     """`rows` clicks in order of time, the same for the same arguments.
 
@@ -70,6 +72,7 @@ def generated_click_log(
     `click_rate`.
     From one day to the next a share `drift` of the values change places in popularity, and effects become
     sqrt(1 - drift^2) old + drift new. With days > 1 the periods are the days.
+    With `users`, each row belongs to one of so many, whose activity is log-normal; what they click does not depend on it.
     """
     sizes = [max(3, round(size * scale)) for size in vocabulary_sizes or CRITEO_VOCABULARY]
     if len(sizes) != CATEGORIES:
@@ -81,9 +84,13 @@ def generated_click_log(
             "generated_click_log: expected drift in [0, 1], click_rate in (0, 1), skew >= 0 and scale > 0, "
             f"got drift={drift}, click_rate={click_rate}, skew={skew}, scale={scale}"
         )
+    if users is not None and users < 1:
+        raise ConfigError(f"generated_click_log: at least one user, got users={users}")
     starts = [rows * day // days for day in range(days + 1)]
     # A generator per purpose, so that one feature's size does not change the others' draws.
-    *feature_seeds, weight_seed, integer_seed, label_seed = np.random.SeedSequence(seed).spawn(CATEGORIES + 3)
+    *feature_seeds, weight_seed, integer_seed, label_seed, user_seed = np.random.SeedSequence(seed).spawn(
+        CATEGORIES + 4
+    )
 
     weights = np.random.default_rng(weight_seed).uniform(0.5, 1.5, CATEGORIES)
     weights *= np.sqrt(_FROM_CATEGORIES / np.square(weights).sum())
@@ -120,7 +127,14 @@ def generated_click_log(
     logits = slope * score + intercept
     labels = (np.random.default_rng(label_seed).random(rows) < expit(logits)).astype(np.uint8)
     periods = np.repeat(np.arange(days, dtype=np.int32), np.diff(starts)) if days > 1 else None
-    return GeneratedClickLog(integers, categories, labels, periods, sizes, logits)
+    owners = None if users is None else _owners(rows, users, np.random.default_rng(user_seed))
+    return GeneratedClickLog(integers, categories, labels, periods, sizes, logits, owners)
+
+
+def _owners(rows: int, users: int, rng: np.random.Generator) -> np.ndarray:
+    """A user for each row, int64 [rows]."""
+    activity = rng.lognormal(size=users)
+    return rng.choice(users, rows, p=activity / activity.sum())
 
 
 def _standardised(effects: np.ndarray, popularity: np.ndarray) -> np.ndarray:
@@ -178,9 +192,11 @@ def write_click_log(
     """Writes a log in Criteo's text format, gzipped if `path` ends in .gz; returns the files.
 
     A log with days becomes one file per day: `path` then holds `{day}`, as in `day_{day}.tsv.gz`. Value v of
-    a feature is written as `category_code(feature, v)`.
+    a feature is written as `category_code(feature, v)`. Users need a `header`, and become its last column, `user`.
     """
     columns = np.arange(CATEGORIES)
+    if log._users is not None and not header:
+        raise ConfigError("write_click_log: the log has users, which can only be written with header=True")
     if log.periods is None:
         parts = [(Path(path), np.arange(len(log)))]
     elif "{day}" not in os.fspath(path):
@@ -191,7 +207,8 @@ def write_click_log(
     for file, where in parts:
         rows = where if log._indices is None else log._indices[where]
         codes = category_code(columns, log._categories[rows].astype(np.int64))
-        write_rows(file, log._labels[rows], log._integers[rows], codes, separator=separator, header=header)
+        users = None if log._users is None else log._users[rows]
+        write_rows(file, log._labels[rows], log._integers[rows], codes, separator=separator, header=header, users=users)
     return [file for file, _ in parts]
 
 
@@ -208,20 +225,23 @@ def write_rows(
     *,
     separator: str = "\t",
     header: bool = False,
+    users: np.ndarray | None = None,
 ) -> None:
-    """Writes labels [n], integers [n, 13] and category codes [n, 26] as text; a missing one is left empty."""
+    """Writes labels [n], integers [n, 13], category codes [n, 26] and users [n] as text; a missing one is left empty."""
     with open(path, "wb") as file:
         # No time in the gzip header: the same log gives the same bytes.
         zipped = os.fspath(path).endswith(".gz")
         stream: IO[bytes] = gzip.GzipFile("", "wb", 6, file, mtime=0) if zipped else file  # type: ignore[assignment]
         if header:
-            stream.write((separator.join(COLUMNS) + "\n").encode())
+            names = COLUMNS if users is None else [*COLUMNS, "user"]
+            stream.write((separator.join(names) + "\n").encode())
         for begin in range(0, len(labels), 1 << 16):
             piece = slice(begin, begin + (1 << 16))
             texts = [
                 list(map(str, labels[piece].tolist())),
                 *(_texts(column, MISSING_INTEGER, "d") for column in integers[piece].T),
                 *(_texts(column, MISSING_CATEGORY, "08x") for column in codes[piece].T),
+                *([] if users is None else [list(map(str, users[piece].tolist()))]),
             ]
             stream.write("".join(separator.join(row) + "\n" for row in zip(*texts)).encode())
         if zipped:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VALIDATION, TEST = "validation", "test"
-_MORE_IS_BETTER = {"auc"}
+_MORE_IS_BETTER = {"auc", "ndcg@10", "hit@10"}
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,9 @@ def _number(value: Any) -> float:
 
 
 def metric_of(runs: Sequence[Run]) -> str:
-    """What the runs are compared by unless someone says: AUC where there is one, else the loss."""
-    return "auc" if all("auc" in run.result.get(TEST, {}) for run in runs) else "loss"
+    """What the runs are compared by unless someone says: AUC or NDCG where there is one, else the loss."""
+    shared = (name for name in ("auc", "ndcg@10") if all(name in run.result.get(TEST, {}) for run in runs))
+    return next(shared, "loss")
 
 
 def has_utility(run: Run, metric: str) -> bool:

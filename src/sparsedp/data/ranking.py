@@ -1,0 +1,102 @@
+"""How high a model ranks the item that came next, among all items: NDCG and HIT.
+
+Of one held-out item at rank r (from 1), HIT@k is 1 if r <= k, and NDCG@k is 1 / log2(1 + r) if r <= k; else both are 0.
+Ties count against the item, so that a constant score puts it last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from sparsedp.data.sequences import HeldOutItems
+from sparsedp.errors import SparseDPError
+
+# Scores [n, items + 1] of the item that comes next after each history [n, length]; column 0 (padding) is not looked at.
+Scorer = Callable[[Tensor], Tensor]
+
+_BLOCK = (
+    1 << 20
+)  # scores that are compared at once: what they are compared to fits into the cache, which is 4 times faster
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Means over users."""
+
+    ndcg: float
+    hit: float
+    k: int
+    users: int
+
+    def to_dict(self) -> dict[str, float]:
+        return {f"ndcg@{self.k}": self.ndcg, f"hit@{self.k}": self.hit}
+
+
+def ranks(scores: Tensor, item: Tensor, exclude: Tensor | None = None) -> Tensor:
+    """1 + the number of other items that score at least as much as `item`; int64 [n].
+
+    scores [n, items + 1], item int64 [n]. The ids in `exclude`, int64 [n, any], are not ranked, but the item itself is;
+    0 excludes nothing.
+    """
+    own = scores.gather(1, item[:, None])
+    if torch.isnan(own).any():
+        raise SparseDPError("A score is not a number, so that nothing can be ranked: the weights have diverged.")
+    # What is below is counted, not what is above: then another item's score that is not a number counts against this one.
+    rows = max(1, _BLOCK // scores.shape[1])
+    below = [torch.count_nonzero(part[:, 1:] < mine, 1) for part, mine in zip(scores.split(rows), own.split(rows))]
+    above = scores.shape[1] - 2 - torch.cat(below)
+    if exclude is not None:
+        ids = exclude.masked_fill(exclude == item[:, None], 0).sort(1).values
+        first = torch.ones_like(ids, dtype=torch.bool)
+        first[:, 1:] = ids[:, 1:] != ids[:, :-1]  # an id may stand there twice
+        above -= ((ids > 0) & first & ~(scores.gather(1, ids) < own)).sum(1)
+    return 1 + above
+
+
+def rank_held_out(
+    score: Scorer, held_out: Any, *, k: int = 10, chunk: int = 128, exclude_seen: bool = False
+) -> Ranking:
+    """NDCG@k and HIT@k of `score` on `HeldOutItems`, or on a torch Subset of them, `chunk` users at a time.
+
+    With `exclude_seen`, items that the user had before are not ranked, unless the held-out item is one of them.
+    """
+    if k < 1 or chunk < 1:
+        raise ValueError(f"{k=} and {chunk=} must be at least 1")
+    data, where = _whole(held_out)
+    if not isinstance(data, HeldOutItems):
+        raise SparseDPError(
+            f"To rank items, what is held out must be sparsedp.data.HeldOutItems; got {type(data).__name__}."
+        )
+    if not where:
+        raise SparseDPError("Nothing is held out, so that there is nothing to rank.")
+    hit = ndcg = 0.0
+    with torch.no_grad():
+        for begin in range(0, len(where), chunk):
+            users = where[begin : begin + chunk]
+            history, item = data.collate(data.__getitems__(users))
+            found = ranks(score(history).cpu(), item, data.seen(users) if exclude_seen else None)
+            top = found[found <= k].double()
+            hit += len(top)
+            ndcg += float((1 / torch.log2(1 + top)).sum())
+    return Ranking(ndcg / len(where), hit / len(where), k, len(where))
+
+
+def popularity_scorer(training: Any) -> Scorer:
+    """Scores every item with its number of occurrences in a `SequenceDataset`, whatever the history is."""
+    counts = training.item_counts.float()
+    return lambda history: counts.expand(len(history), -1)
+
+
+def _whole(held_out: Any) -> tuple[Any, Sequence[int]]:
+    """The set that a chain of subsets is taken of, and the indices in it."""
+    where: Sequence[int] = range(len(held_out))
+    while isinstance(held_out, Subset):
+        where = [held_out.indices[i] for i in where]
+        held_out = held_out.dataset
+    return held_out, where

@@ -1,0 +1,216 @@
+"""Sequence data: what each user did, in order of time, and the next item to predict.
+
+Items are numbered 1..items; 0 is padding. Histories are padded on the right. One sequence is all that a user has in the
+training set, so that a unit is a user.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from sparsedp.data.sequencefiles import Actions, read_actions
+from sparsedp.errors import ConfigError, DataError
+
+Item = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class SequenceSplit:
+    """`validation` is None unless it was asked for."""
+
+    training: SequenceDataset
+    validation: HeldOutItems | None
+    test: HeldOutItems
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """User u has the items `actions[starts[u] : starts[u + 1]]`, in order of time; ids from 1 to `items`.
+
+    `vocabulary_is_private` is true where the items, and how many there are, were found in the private data, which the
+    accounting does not cover. Item i is called `item_names[i - 1]` in the file.
+    """
+
+    actions: np.ndarray  # int64 [actions]
+    starts: np.ndarray  # int64 [users + 1]
+    items: int
+    vocabulary_is_private: bool = False
+    item_names: tuple[str, ...] = ()
+
+    @property
+    def users(self) -> int:
+        return len(self.starts) - 1
+
+    def split(self, length: int, *, validation: bool = False) -> SequenceSplit:
+        """Holds out each user's last item for test and, with `validation`, the one before it for validation.
+
+        Training has the items before these, so that `validation` costs it one item of each user; the history
+        of a test item has them all, the validation item too. Histories are the last `length` items.
+        A user who would be left with fewer than two items to train on is trained on whole and not evaluated, as in
+        SASRec; a user with one item is in neither.
+        """
+        if length < 1:
+            raise ConfigError(f"split: length must be at least 1, got {length}")
+        begins, ends = self.starts[:-1], self.starts[1:]
+        counts, held = ends - begins, 2 if validation else 1
+        evaluated = counts - held >= 2
+        trained = counts >= 2
+        if not trained.any() or not evaluated.any():
+            raise DataError(
+                f"none of the {self.users} users has the {held + 2} items that a history, a target and {held} held-out "
+                "item(s) take"
+            )
+        stops = np.where(evaluated, ends - held, ends)
+        training = SequenceDataset(self, begins[trained], stops[trained], length)
+
+        def held_out(back: int) -> HeldOutItems:
+            return HeldOutItems(self, begins[evaluated], ends[evaluated] - back, length)
+
+        return SequenceSplit(training, held_out(2) if validation else None, held_out(1))
+
+
+def open_sequences(
+    path: str | os.PathLike[str], format: str = "auto", *, min_actions: int = 5, until_stable: bool = False
+) -> Sequences:
+    """Reads a log (formats: `sparsedp.data.read_actions`) and makes it into sequences (`make_sequences`).
+
+    Files that hold sequences already ("pairs", "lists") have mostly been filtered before: min_actions=1 takes all.
+    """
+    actions = read_actions(path, format)
+    try:
+        return make_sequences(actions, min_actions=min_actions, until_stable=until_stable)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from None
+
+
+def make_sequences(actions: Actions, *, min_actions: int = 5, until_stable: bool = False) -> Sequences:
+    """Drops users and items with fewer than `min_actions` actions and orders the rest by time, ties as in the file.
+
+    Users and items are counted once, both on the raw log, as SASRec does: a user or an item that is kept may then be left
+    with fewer. With `until_stable` counting and dropping are repeated until nobody is dropped (the "5-core").
+    """
+    if min_actions < 1:
+        raise ConfigError(f"sequences: min_actions must be at least 1, got {min_actions}")
+    users, items = actions.users, actions.items
+    kept = np.arange(len(users))
+    while True:
+        of_user, of_item = np.bincount(users[kept]), np.bincount(items[kept])
+        enough = (of_user[users[kept]] >= min_actions) & (of_item[items[kept]] >= min_actions)
+        kept = kept[enough]
+        if not until_stable or enough.all():
+            break
+    if not len(kept):
+        raise DataError(f"none of the {len(users)} actions is left with min_actions={min_actions}")
+    item_codes, item_ids = np.unique(items[kept], return_inverse=True)
+    user_ids = np.unique(users[kept], return_inverse=True)[1]
+    # lexsort is stable, and its last key is the first to sort by.
+    order = np.lexsort((user_ids,) if actions.times is None else (actions.times[kept], user_ids))
+    starts = np.concatenate([[0], np.cumsum(np.bincount(user_ids))])
+    names = tuple(actions.item_names[code] for code in item_codes)
+    return Sequences(item_ids[order] + 1, starts, len(item_codes), vocabulary_is_private=True, item_names=names)
+
+
+class SequenceBatch(Sequence[Item]):
+    """What `__getitems__` returns: two whole tensors that also read as a list of single items."""
+
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.first, self.second = first, second
+
+    def __len__(self) -> int:
+        return len(self.first)
+
+    def __getitem__(self, i):  # type: ignore[no-untyped-def]
+        return SequenceBatch(self.first[i], self.second[i]) if isinstance(i, slice) else (self.first[i], self.second[i])
+
+
+class _Slices(Dataset[Item]):
+    """Example i is made of `actions[begins[i] : ends[i]]`. Use it with `DataLoader(data, collate_fn=data.collate, ...)`."""
+
+    def __init__(self, sequences: Sequences, begins: np.ndarray, ends: np.ndarray, length: int) -> None:
+        self.sequences, self.length = sequences, length
+        self.items, self.vocabulary_is_private = sequences.items, sequences.vocabulary_is_private
+        self._actions, self._begins, self._ends = sequences.actions, begins, ends
+
+    def __len__(self) -> int:
+        return len(self._begins)
+
+    def __getitem__(self, i: int) -> Item:
+        if not -len(self) <= i < len(self):
+            raise IndexError(f"item {i} of {len(self)}")
+        return self.__getitems__([i])[0]
+
+    def __iter__(self) -> Iterator[Item]:
+        return (self[i] for i in range(len(self)))
+
+    def __getitems__(self, indices: Sequence[int]) -> SequenceBatch:
+        raise NotImplementedError
+
+    def collate(self, items: Sequence[Item]) -> Item:
+        """Both parts of the examples as tensors; there may be none."""
+        if not isinstance(items, SequenceBatch):
+            if not items:
+                items = self.__getitems__([])
+            else:
+                firsts, seconds = zip(*items)
+                return torch.stack(firsts), torch.stack(seconds)
+        return items.first, items.second
+
+    def _bounds(self, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        where = np.asarray(indices, dtype=np.int64)
+        return self._begins[where], self._ends[where]
+
+    def _padded(self, begins: np.ndarray, ends: np.ndarray, length: int) -> Tensor:
+        """The slices, [n, length], with zeros behind; none is longer than `length`."""
+        places = begins[:, None] + np.arange(length)
+        inside = places < ends[:, None]
+        values = self._actions[np.where(inside, places, 0)]
+        return torch.from_numpy(np.where(inside, values, 0).astype(np.int64))
+
+
+class SequenceDataset(_Slices):
+    """Training examples: (history, target), both int64 [length], of one user each.
+
+    Of a user's last length + 1 items s_1..s_n, the history is s_1..s_(n-1) and the target s_2..s_n. `users` tells whose
+    each example is.
+    """
+
+    @property
+    def users(self) -> np.ndarray:
+        """int64 [n]: 0..n-1, as every user has one example."""
+        return np.arange(len(self))
+
+    @property
+    def item_counts(self) -> Tensor:
+        """int64 [items + 1]: how often each item stands in the examples (each user's last length + 1 items)."""
+        begins = np.maximum(self._begins, self._ends - self.length - 1)
+        inside = np.zeros(len(self._actions) + 1, np.int64)
+        np.add.at(inside, begins, 1)
+        np.add.at(inside, self._ends, -1)
+        seen = self._actions[np.cumsum(inside[:-1]) > 0]
+        return torch.from_numpy(np.bincount(seen, minlength=self.items + 1))
+
+    def __getitems__(self, indices: Sequence[int]) -> SequenceBatch:
+        begins, ends = self._bounds(indices)
+        begins = np.maximum(begins, ends - self.length - 1)
+        return SequenceBatch(self._padded(begins, ends - 1, self.length), self._padded(begins + 1, ends, self.length))
+
+
+class HeldOutItems(_Slices):
+    """What to predict: (history int64 [length], the item that came next, int64 [])."""
+
+    def __getitems__(self, indices: Sequence[int]) -> SequenceBatch:
+        begins, ends = self._bounds(indices)
+        history = self._padded(np.maximum(begins, ends - self.length), ends, self.length)
+        return SequenceBatch(history, torch.from_numpy(self._actions[ends].astype(np.int64)))
+
+    def seen(self, indices: Sequence[int]) -> Tensor:
+        """All items before the held-out one, also those that the history is too short for; [n, longest], zeros behind."""
+        begins, ends = self._bounds(indices)
+        return self._padded(begins, ends, int((ends - begins).max(initial=1)))
