@@ -14,6 +14,7 @@ from sparsedp.errors import (
     UnitsMixedError,
     UnsupportedError,
 )
+from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, LazyDP, Mechanism
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import Stream
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "ExponentialSelection",
+    "FrequencyRelease",
     "LazyDP",
     "Mechanism",
     "NonFiniteGradientError",

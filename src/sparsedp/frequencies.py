@@ -1,0 +1,84 @@
+"""How often each row of each table is looked up, released once with noise. Re-attention needs it (DPFormer, remark C.1)."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import dp_accounting
+import numpy as np
+import torch
+from torch import Tensor
+
+from sparsedp.accounting import calibrate
+from sparsedp.capture import Captured, RowSpace
+
+
+@dataclass(frozen=True)
+class FrequencyRelease:
+    """One release of all frequencies with Gaussian noise, at a cost of (`epsilon`, `delta`), which enters the ledger exactly.
+
+    A unit that looks up n distinct rows, of all tables together, adds min(1, `clip` / sqrt(n)) to each of them, so the l2
+    sensitivity is `clip`, which the noise is proportional to. A `clip` below sqrt(n) makes frequencies too small.
+    `inputs(batch)` gives the arguments of the module for a batch of the loader; by default all but the last element.
+    """
+
+    epsilon: float = 0.5
+    delta: float = 1e-7
+    clip: float = 1.0
+    inputs: Callable[[Any], Any] | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        for name, high in (("epsilon", math.inf), ("delta", 1), ("clip", math.inf)):
+            if not 0 < getattr(self, name) < high:
+                raise ValueError(f"{name} must lie between 0 and {high}, not {getattr(self, name)}")
+
+    @property
+    def noise_multiplier(self) -> float:
+        return _noise_multiplier(self.epsilon, self.delta)
+
+    @property
+    def event(self) -> dp_accounting.DpEvent:
+        return dp_accounting.GaussianDpEvent(self.noise_multiplier)
+
+    def draw(self, counts: dict[str, Tensor], units: int, generator: np.random.Generator) -> dict[str, Tensor]:
+        """The share of `units` that looks up each row, (rows,), with noise: it may be negative, or above 1."""
+        std = self.noise_multiplier * self.clip
+        return {
+            name: (count + torch.from_numpy(std * generator.standard_normal(len(count)))) / units
+            for name, count in sorted(counts.items())
+        }
+
+    def to_dict(self) -> dict[str, float]:
+        values = asdict(self)
+        del values["inputs"]
+        return values
+
+
+@functools.cache
+def _noise_multiplier(epsilon: float, delta: float) -> float:
+    return calibrate(dp_accounting.GaussianDpEvent, epsilon, delta)
+
+
+def count_lookups(seen: Iterator[Captured], space: RowSpace, clip: float) -> dict[str, Tensor]:
+    """For each table, the sum of the units' contributions to each row, (rows,) float64, as in `FrequencyRelease`.
+
+    Unlike `count_touches`, it leaves out that a table is used whole: a softmax uses all rows for every unit.
+    """
+    sums = torch.zeros(space.size, dtype=torch.float64)
+    for captured in seen:
+        pairs = [torch.empty(0, dtype=torch.long)]
+        for name, start in zip(space.names, space.starts):
+            if name in captured.uses and captured.uses[name].lookups:
+                units, rows = captured.uses[name].touched()
+                units = units if captured.owners is None else captured.owners[units]
+                pairs.append(units * space.size + rows + start)
+        distinct = torch.unique(torch.cat(pairs))
+        units, rows = distinct // space.size, distinct % space.size
+        own = torch.bincount(units, minlength=captured.units).double()
+        shares = (clip / own.clamp_min(1).sqrt()).clamp_max(1.0)
+        sums.index_add_(0, rows, shares[units])
+    return dict(zip(space.names, sums.split(list(space.sizes))))
