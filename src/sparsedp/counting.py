@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,9 @@ from torch.utils.data import DataLoader, Subset
 
 from sparsedp.capture import Capture, Captured, RowSpace
 from sparsedp.nn.fallback import real_ids
-from sparsedp.sampling import PrivateLoader
+from sparsedp.sampling import BatchInfo, PrivateLoader, owners_of, whole_users
 
-_CHUNK = 8192  # units looked at together
+_CHUNK = 8192  # examples looked at together
 
 
 def count_rows(
@@ -30,7 +32,7 @@ def count_rows(
 ) -> dict[str, Tensor]:
     """For each table, the sum over all units of their contributions to each row, (rows,) float64.
 
-    With `indices`, over the units at these places in the data set only.
+    With `indices`, over these units only: examples by their places in the data set, users by their numbers.
 
     A unit adds min(1, clip / sqrt(n)) to each of the n distinct rows that it touches; 1 if `clip` is None. The module's
     forward pass decides what a unit touches. `inputs(batch)` gives its arguments; by default a tuple without its last
@@ -89,20 +91,42 @@ def glances(
     indices: np.ndarray | None = None,
     chunk: int | None = None,
 ) -> Iterator[Captured]:
-    """The uses of forward passes over all units, or those at `indices`, at most `chunk` units at a time."""
-    data = loader.dataset if indices is None else Subset(loader.dataset, indices.tolist())
-    most = min(_CHUNK, loader.max_physical_batch or _CHUNK, len(data))  # type: ignore[arg-type]
+    """The uses of forward passes over all units, or those in `indices`, at most `chunk` examples at a time.
+
+    Users are never taken apart: one with more examples than that has a forward pass of their own.
+    """
+    most = min(_CHUNK, loader.max_physical_batch or _CHUNK)
+    most = min(most, chunk or most)
+    data = loader.dataset
+    infos: Iterable[BatchInfo | None] = repeat(None)
+    if loader.users is None:
+        data = data if indices is None else Subset(data, indices.tolist())
+        how: dict[str, Any] = {"batch_size": min(most, len(data))}  # type: ignore[arg-type]
+        count = math.ceil(len(data) / how["batch_size"])  # type: ignore[arg-type]
+    else:
+        parts = list(_of_users(loader, np.arange(loader.dataset_size) if indices is None else indices, most))
+        how = {"batch_sampler": (examples.tolist() for examples, _ in parts)}
+        infos = (BatchInfo(len(sizes), len(sizes), True, True, 0, owners=owners_of(sizes)) for _, sizes in parts)
+        count = len(parts)
     batches = DataLoader(
-        data, batch_size=min(most, chunk or most), collate_fn=loader.collate_fn,
+        data, **how, collate_fn=loader.collate_fn,
         num_workers=loader.num_workers, worker_init_fn=loader.worker_init_fn, pin_memory=loader.pin_memory,
         multiprocessing_context=loader.multiprocessing_context,
     )  # fmt: skip
     with Progress(console=Console(stderr=True), transient=True, disable=not Console(stderr=True).is_terminal) as bar:
-        task = bar.add_task("counting rows", total=len(batches))
-        for batch in batches:
+        task = bar.add_task("counting rows", total=count)
+        for batch, info in zip(batches, infos):
             args, kwargs = _arguments(batch, inputs)
-            yield capture.glance(lambda args=args, kwargs=kwargs: module(*args, **kwargs))  # type: ignore[misc]
+            yield capture.glance(lambda args=args, kwargs=kwargs: module(*args, **kwargs), info)  # type: ignore[misc]
             bar.advance(task)
+
+
+def _of_users(loader: PrivateLoader, users: np.ndarray, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The examples of some users after the other, at most so many at a time, and how many there are of each user."""
+    examples, sizes = loader.counted(users)
+    ends = np.cumsum(sizes)
+    for part in whole_users(sizes, most):
+        yield examples[ends[part.start] - sizes[part.start] : ends[part.stop - 1]], sizes[part]
 
 
 def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple, dict]:

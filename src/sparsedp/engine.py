@@ -16,29 +16,48 @@ from torch.utils.data import DataLoader
 from sparsedp import checkpoint
 from sparsedp.accounting.epsilon import Accountant, epsilon_of
 from sparsedp.accounting.ledger import Ledger
-from sparsedp.capture import Capture
+from sparsedp.capture import Capture, RowSpace
 from sparsedp.check import CheckReport
 from sparsedp.clipping import Clipping, Style
-from sparsedp.counting import count_rows
+from sparsedp.counting import count_rows, glances
 from sparsedp.errors import SparseDPError, UnsupportedError
+from sparsedp.frequencies import FrequencyRelease, count_lookups
 from sparsedp.lazy.guard import guard, settle_before, unguard
 from sparsedp.mechanisms import DPSGD, Mechanism
 from sparsedp.nn.fallback import has_fallback
-from sparsedp.noise import GaussianNoise, RandomKey
+from sparsedp.noise import PREPARATION, GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
-from sparsedp.plan import LossReduction, PrivacyPlan, default_delta
+from sparsedp.plan import LossReduction, PrivacyPlan, Unit, default_delta
 from sparsedp.prediction import Look, look_at_counts, look_at_data
 from sparsedp.refusals import find_tables, private_parameters, refuse_module, refuse_optimizer
-from sparsedp.sampling import BatchInfo, PrivateLoader, Stream, private_loader
+from sparsedp.sampling import BatchInfo, PrivateLoader, Stream, Users, private_loader, users_of
 from sparsedp.statement import PrivacyStatement, make_statement
 
 _NOISE, _SAMPLING = 0, 1  # the purposes that the engine's key is split into
+_GLANCE = 256  # examples in a forward pass that counts lookups: it may end with a softmax over all rows
 
 
 def _inputs_of(mechanism: Mechanism) -> Callable[[Any], Any] | None:
     """How a mechanism that counts on the data wants batches turned into the module's arguments."""
     source = getattr(mechanism, "preselect", None) or mechanism
     return getattr(source, "inputs", None)
+
+
+def _users(
+    unit: Unit, mechanism: Mechanism, loader: DataLoader, ids: Any, max_examples_per_user: int | None
+) -> Users | None:
+    """Whose each example is, if the units are users; raises for what would be ignored, or cannot be done."""
+    if unit == "example":
+        given = {"users": ids, "max_examples_per_user": max_examples_per_user}
+        for name, value in given.items():
+            if value is not None:
+                raise UnsupportedError(f"{name} is for unit='user'; with unit='example' leave it out.")
+        return None
+    if mechanism.selects and not mechanism.takes_users:
+        raise UnsupportedError(
+            f"Mechanism {mechanism.name!r} does not say that it looks at users rather than at examples (takes_users)."
+        )
+    return users_of(loader.dataset, ids, max_examples_per_user)
 
 
 class PrivacyEngine:
@@ -81,20 +100,30 @@ class PrivacyEngine:
         mechanism: Mechanism | None = None,
         clipping: Style | Clipping = "flat",
         loss_reduction: LossReduction = "mean",
-        unit: str = "example",
+        unit: Unit = "example",
         poisson_sampling: bool = True,
         max_physical_batch: int | None = None,
         stream: Stream | None = None,
+        users: Any = None,
+        max_examples_per_user: int | None = None,
+        frequencies: FrequencyRelease | None = None,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         """The same module, and the optimizer and the loader to use from now on.
 
         The loader's batch size becomes the expected one, and the divisor of the gradient. `noise_multiplier=0`
         clips without noise: no privacy, and the statement says so. Batches of more than `max_physical_batch`
-        units reach the loop in parts. With a `stream` an epoch is one pass over its spans of periods, in order of time.
+        examples reach the loop in parts. With a `stream` an epoch is one pass over its spans of periods, in order of time.
+
+        With `unit="user"` all examples of a user are protected together. `users` holds the user's id, a whole number, for
+        each example of the data set; None: the data set's own attribute `users`. The loader's batch size, `len(loader)`
+        and the default delta then count users. Each user that is drawn brings all of their examples, or
+        `max_examples_per_user` of them, chosen anew at random; their gradients are added up and clipped as one.
+
+        With `frequencies` it is planned that `release_frequencies` is called, once: a target epsilon includes its cost.
         """
         plan, loader = self._prepare(
             module, optimizer, data_loader, noise_multiplier, max_grad_norm, mechanism, clipping, loss_reduction, unit,
-            poisson_sampling, max_physical_batch, stream,
+            poisson_sampling, max_physical_batch, stream, users, max_examples_per_user, frequencies,
         )  # fmt: skip
         return self._install(plan, module, optimizer, loader)
 
@@ -111,17 +140,20 @@ class PrivacyEngine:
         mechanism: Mechanism | None = None,
         clipping: Style | Clipping = "flat",
         loss_reduction: LossReduction = "mean",
-        unit: str = "example",
+        unit: Unit = "example",
         poisson_sampling: bool = True,
         max_physical_batch: int | None = None,
         stream: Stream | None = None,
+        users: Any = None,
+        max_examples_per_user: int | None = None,
+        frequencies: FrequencyRelease | None = None,
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         """As `make_private`, with the least noise that keeps `epochs` epochs within the target."""
         if not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"epochs must be a whole number of at least 1, not {epochs!r}")
         plan, loader = self._prepare(
             module, optimizer, data_loader, 1.0, max_grad_norm, mechanism, clipping, loss_reduction, unit,
-            poisson_sampling, max_physical_batch, stream,
+            poisson_sampling, max_physical_batch, stream, users, max_examples_per_user, frequencies,
         )  # fmt: skip
         plan = plan.calibrated(
             target_epsilon=target_epsilon, target_delta=target_delta, steps=epochs * loader.steps_per_epoch
@@ -131,15 +163,16 @@ class PrivacyEngine:
     def _prepare(
         self, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader, noise_multiplier: float,
         max_grad_norm: float, mechanism: Mechanism | None, clipping: Style | Clipping, loss_reduction: LossReduction,
-        unit: str, poisson_sampling: bool, max_physical_batch: int | None, stream: Stream | None,
+        unit: Unit, poisson_sampling: bool, max_physical_batch: int | None, stream: Stream | None,
+        users: Any, max_examples_per_user: int | None, frequencies: FrequencyRelease | None,
     ) -> tuple[PrivacyPlan, PrivateLoader]:  # fmt: skip
         """Checks everything and changes nothing."""
         if self._plan is not None:
             raise SparseDPError("This engine already trains a module. Make a new PrivacyEngine for another run.")
         if isinstance(optimizer, PrivateOptimizer):
             raise UnsupportedError("The optimizer is private already.")
-        if unit != "example":
-            raise UnsupportedError(f"unit={unit!r} is not available: the unit is an 'example'.")
+        if unit not in get_args(Unit):
+            raise UnsupportedError(f"unit={unit!r} is not available: the unit is an 'example' or a 'user'.")
         mechanism = DPSGD() if mechanism is None else mechanism
         if not isinstance(mechanism, Mechanism):
             raise TypeError(f"mechanism must be a sparsedp mechanism such as sparsedp.DPSGD(), not {mechanism!r}")
@@ -154,6 +187,7 @@ class PrivacyEngine:
             poisson=poisson_sampling,
             max_physical_batch=max_physical_batch,
             stream=stream,
+            users=_users(unit, mechanism, data_loader, users, max_examples_per_user),
         )
         style = clipping if isinstance(clipping, Clipping) else Clipping(max_grad_norm, clipping)
         plan = PrivacyPlan(
@@ -166,9 +200,12 @@ class PrivacyEngine:
             mechanism=mechanism,
             parameters=tuple((name, tuple(p.shape)) for name, p in parameters.items()),
             accountant=self.accountant,
+            unit=unit,
             loss_reduction=loss_reduction,
             seeded=self._key.seeded,
             stream=None if stream is None else stream.plan(loader.span_steps),
+            max_examples_per_user=max_examples_per_user,
+            frequencies=frequencies,
         )
         return plan, loader
 
@@ -238,6 +275,31 @@ class PrivacyEngine:
         """Runs now, not at the next step, what a mechanism does ahead of its steps, such as FEST's selection."""
         _, optimizer, loader = self._parts()
         optimizer.prepare(loader.next_span)
+
+    def release_frequencies(self) -> dict[str, Tensor]:
+        """For each table the share of units that looks up each row, (rows,) float64, with noise; the same at every call.
+
+        Planned by `make_private(frequencies=FrequencyRelease(...))`. The first call goes over the data and is charged to
+        the ledger. A share is an estimate: it may be negative, or above 1.
+        """
+        module, optimizer, loader = self._parts()
+        release = self.plan.frequencies
+        if release is None:
+            raise SparseDPError("No release is planned: give make_private frequencies=sparsedp.FrequencyRelease(...).")
+        tables = {name: p for name, p in module.named_parameters() if name in find_tables(module)}
+        if not optimizer.memory:
+            if self.plan.steps is not None and self.ledger.setups(None):
+                raise SparseDPError(
+                    "The frequencies were released after the checkpoint that this run went back to. Another release would "
+                    f"exceed its privacy budget (epsilon {self.plan.target_epsilon}): go back to a later checkpoint."
+                )
+            assert self._capture is not None
+            seen = glances(module, self._capture, loader, release.inputs, chunk=_GLANCE)
+            counts = count_lookups(seen, RowSpace.of(tables), release.clip)
+            generator = optimizer.noise.key.child(PREPARATION).numpy(0)
+            self.ledger.record(release.event, setup=True)
+            optimizer.memory = release.draw(counts, self.plan.dataset_size, generator)
+        return dict(optimizer.memory)
 
     def look(
         self,

@@ -55,19 +55,22 @@ class NoisyGradient:
         return self._noisy
 
     def add(self, captured: Captured, touched: TouchedRows, slots: Tensor | None, weights: Tensor) -> None:
-        """Adds the sum over units of weight times gradient. `weights` (B,) are the clip factors over the divisor.
+        """Adds the sum over examples of weight times gradient.
+
+        `weights` (examples,) are the clip factors of their units, over the divisor.
 
         `slots` are the places of the touched rows in the selection; the other uses must be restricted to it already.
         """
-        for name, uses in captured.uses.items():
-            if name not in self.values:  # frozen since forward
+        trained = {name: uses for name, uses in captured.uses.items() if name in self.values}  # not frozen since forward
+        looked_up = {name: self.values[name] for name in trained if name in touched.lookups}
+        touched.add_weighted_sums(looked_up, slots, weights)
+        for name, uses in trained.items():
+            if name in looked_up:
                 continue
             out = self.values[name]
             mine = weights.to(out.dtype)
             rows = None if self.selection is None else self.selection.get(name)
-            if name in touched.lookups:
-                touched.add_weighted_sum(name, out, slots, mine)
-            elif rows is None:
+            if rows is None:
                 uses.add_weighted_sum(out, mine)
             else:
                 total = uses.weighted_sum(mine, self._parameters[name].shape)

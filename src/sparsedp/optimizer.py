@@ -52,6 +52,7 @@ class StepReport:
     mean_norm: float
     kept_mass: float  # share of the tables' squared gradient norms that the selection left
     tables: dict[str, TableStep] = field(default_factory=dict)
+    examples: int = 0  # of these units
 
     @property
     def rows_touched(self) -> int:
@@ -80,6 +81,7 @@ class _Accumulated:
         self.gradient: NoisyGradient | None = None
         self.touched = torch.empty(0, dtype=torch.long)  # global rows
         self.units = 0
+        self.examples = 0
         self.clipped = 0
         self.norms = 0.0
         self.mass = 0.0  # of the tables' gradients, and what the selection left of it
@@ -216,8 +218,11 @@ class PrivateOptimizer(Optimizer):
             if batch.units > 0:
                 raise SparseDPError("step() was called without a backward() on the current batch before it.")
             captured = Captured(0, {})
-        elif captured.units != batch.units:
-            raise SparseDPError(f"The loss is over {captured.units} units, the current batch has {batch.units}.")
+        elif captured.units != batch.units or captured.owners is not batch.owners:
+            raise SparseDPError(
+                f"The loss is over {captured.units} units with {captured.examples} examples, the current batch has "
+                f"{batch.units} with {batch.examples}."
+            )
         self._stepped, taken = batch, self.ledger.steps
         try:
             self._take(batch, captured)
@@ -335,16 +340,21 @@ class PrivateOptimizer(Optimizer):
         with self.stage("norms"):
             norms = self._norms(captured, touched, slots, selection)
         mine.units += captured.units
+        mine.examples += captured.examples
         mine.clipped += int((norms > self.plan.clipping.max_norm).sum())
         mine.norms += float(norms.sum())
         mine.touch(touched_rows([captured], gradient.space))
         weights = self.plan.clipping.factors(norms) * (self._scale(captured) / self.plan.divisor)
         with self.stage("sums"):
-            gradient.add(captured, touched, slots, weights)
+            gradient.add(captured, touched, slots, captured.each(weights))
 
     def _scale(self, captured: Captured) -> float:
-        """What a captured gradient is multiplied by to be that of the unit's own loss."""
-        return float(captured.units) if self.plan.loss_reduction == "mean" else 1.0
+        """What a captured gradient is multiplied by to be that of the unit's own loss.
+
+        A unit's loss is the sum of its examples' losses. With "mean" the loop's loss is the mean over the examples of the
+        physical batch, whoever's they are, so what it divided by is their number; with "sum" nothing was divided.
+        """
+        return float(captured.examples) if self.plan.loss_reduction == "mean" else 1.0
 
     def _norms(
         self, captured: Captured, touched: TouchedRows, slots: Tensor | None, selection: Mapping[str, Tensor] | None
@@ -363,11 +373,11 @@ class PrivateOptimizer(Optimizer):
         for name, uses in captured.uses.items():
             if name in squares:
                 continue
-            own = uses.squared_norms(captured.units, known).double()
+            own = captured.squared_norms(uses, known).double()
             if selection is not None and name in selection:
                 mine.mass += float(own.sum())
                 uses = captured.uses[name] = uses.restricted(selection[name], self._parameters[name][0].numel())
-                own = uses.squared_norms(captured.units, known).double()
+                own = captured.squared_norms(uses, known).double()
                 mine.kept += float(own.sum())
             squares[name] = own
         total = torch.stack(list(squares.values())).sum(0)
@@ -477,4 +487,4 @@ class PrivateOptimizer(Optimizer):
             reports[name] = TableStep(rows, dim, own, all_selected, all_selected - hit)
         units = max(done.units, 1)
         kept = done.kept / done.mass if done.mass > 0 else 1.0
-        return StepReport(step, done.units, done.clipped / units, done.norms / units, kept, reports)
+        return StepReport(step, done.units, done.clipped / units, done.norms / units, kept, reports, done.examples)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import dp_accounting
 
@@ -15,10 +15,11 @@ from sparsedp.accounting.epsilon import Accountant, epsilon_of
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.clipping import Clipping
 from sparsedp.errors import UnsupportedError
+from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
 from sparsedp.sampling.stream import StreamPlan
 
-Unit = Literal["example"]
+Unit = Literal["example", "user"]
 LossReduction = Literal["mean", "sum"]
 _SHOWN = 3  # parameters that are named when two plans differ
 
@@ -27,8 +28,8 @@ _SHOWN = 3  # parameters that are named when two plans differ
 class PrivacyPlan:
     """Sampling, clipping, mechanism, noise and cost of a step. Frozen; its hash ties a checkpoint to it."""
 
-    dataset_size: int
-    batch_size: int  # expected; the divisor of the clipped sum
+    dataset_size: int  # units of the data
+    batch_size: int  # units, expected; the divisor of the clipped sum
     poisson_sampling: bool
     shuffled: bool  # whether the user's own loader shuffles; without Poisson sampling its batches are used
     noise_multiplier: float  # standard deviation of the noise on the clipped sum, divided by max_norm
@@ -43,14 +44,24 @@ class PrivacyPlan:
     target_delta: float | None = None
     seeded: bool = False
     stream: StreamPlan | None = None
+    max_examples_per_user: int | None = None  # in a step; None: all of them
+    frequencies: FrequencyRelease | None = None  # what is released of the rows' frequencies, once
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise_multiplier < float("inf"):
             raise ValueError(f"noise_multiplier must be zero or positive, not {self.noise_multiplier}")
         if self.loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', not {self.loss_reduction!r}")
-        if self.unit != "example":
-            raise ValueError(f"unit must be 'example', not {self.unit!r}")
+        if self.unit not in get_args(Unit):
+            raise ValueError(f"unit must be 'example' or 'user', not {self.unit!r}")
+        if self.unit == "example" and self.max_examples_per_user is not None:
+            raise UnsupportedError("max_examples_per_user is for unit='user'; with unit='example' leave it out.")
+        if self.unit == "user" and self.stream is not None:
+            raise UnsupportedError("stream together with unit='user' is not available.")
+        if self.frequencies is not None and (self.stream is not None or self.mechanism.setup_event() is not None):
+            raise UnsupportedError(
+                "frequencies together with a stream, or with a mechanism that counts the data itself, is not available."
+            )
         if self.stream is None and self.mechanism.frequencies != "all":
             raise UnsupportedError(
                 f"frequencies={self.mechanism.frequencies!r} needs data in periods: give make_private a "
@@ -112,6 +123,8 @@ class PrivacyPlan:
             spans = dict(enumerate(self.stream.taken(steps)))
             ledger = Ledger(composition=self.stream.composition)
         setup = self.mechanism.setup_event()
+        if self.frequencies is not None:
+            ledger.record(self.frequencies.event, setup=True)
         for at, (span, taken) in enumerate(spans.items()):
             scope = self.setup_scope(span)
             if setup is not None and (at == 0 or taken > 0) and not ledger.setups(scope):
@@ -153,6 +166,12 @@ class PrivacyPlan:
             del values["stream"]
         else:
             values["stream"] = self.stream.to_dict()
+        if self.max_examples_per_user is None:  # plans from before there were users do not have it
+            del values["max_examples_per_user"]
+        if self.frequencies is None:
+            del values["frequencies"]
+        else:
+            values["frequencies"] = self.frequencies.to_dict()
         return values
 
     @staticmethod
@@ -163,6 +182,8 @@ class PrivacyPlan:
         values["parameters"] = tuple((name, tuple(shape)) for name, shape in values["parameters"])
         if "stream" in values:
             values["stream"] = StreamPlan.from_dict(values["stream"])
+        if "frequencies" in values:
+            values["frequencies"] = FrequencyRelease(**values["frequencies"])
         return PrivacyPlan(**values)
 
     @property

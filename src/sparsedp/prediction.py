@@ -161,8 +161,8 @@ def look_at_data(
 ) -> Look:
     """Counts on the training data, with forward passes alone: no noise, no step, no cost.
 
-    At most 256 batches or a million units are looked at, as a random sample. To draw FEST's choice of rows, all of the
-    data are gone over, as FEST does. `inputs` is as in `count_rows`.
+    At most 256 batches or a million units are looked at, as a random sample, users with as many examples as they bring to a
+    batch. To draw FEST's choice of rows, all of the data are gone over, as FEST does. `inputs` is as in `count_rows`.
     """
     spans = 1 if plan.stream is None else len(plan.stream.steps)
     wanted = max(_FEW_BATCHES * plan.batch_size, min(_BATCHES * plan.batch_size, _UNITS) // spans)
@@ -181,8 +181,9 @@ def look_at_data(
         seen += len(indices)
         with kept_for_now(module, selection or {}) as chosen:
             within = None if selection is None else space.join(chosen)
-            # No more units at a time than a step takes: nobody said that there is memory for a larger forward pass.
-            uses = glances(module, capture, loader, inputs, np.sort(indices), chunk=plan.batch_size)
+            # No more at a time than a step takes: nobody said that there is memory for a larger forward pass.
+            chunk = max(1, round(loader.expected_examples))
+            uses = glances(module, capture, loader, inputs, np.sort(indices), chunk=chunk)
             counted = count_touches(uses, space, clip, within)
         counts, sums = (dict(zip(space.names, part.split(list(space.sizes)))) for part in counted)
         return _Seen(
@@ -195,9 +196,8 @@ def look_at_data(
     look = _look(plan, tables, count, see)
     size = f"{plan.dataset_size:,}"
     whole = seen == plan.dataset_size
-    source = (
-        f"all {size} training examples" if whole else f"a random sample of {seen:,} of the {size} training examples"
-    )
+    kind = f"training {plan.unit}s"
+    source = f"all {size} {kind}" if whole else f"a random sample of {seen:,} of the {size} {kind}"
     return replace(look, source=source, private=True)
 
 

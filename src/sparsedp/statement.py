@@ -92,6 +92,14 @@ def make_statement(
         f"The size of the data set, {plan.dataset_size}, is public.",
         f"Each unit's loss depends on that unit alone. {_verified(checked)}",
     ]
+    if plan.unit == "user":
+        neighbouring += ", with all of their examples"
+        assumptions = [
+            f"The number of users, {plan.dataset_size}, is public.",
+            "Each example has the user id that it was given, and a person has one id.",
+            f"Each example's loss depends on that example alone. {_verified(checked)}",
+            "Batches keep the order of the examples that they are made of: neither collate_fn nor the loop sorts them.",
+        ]
     not_covered = [
         "Choices made by looking at private data: hyper-parameters, vocabularies, early stopping.",
         "Metrics and step reports, which are computed from private data without noise.",
@@ -112,16 +120,24 @@ def make_statement(
             neighbouring = f"adding or removing a unit that has at most one {plan.unit} in each span"
             assumptions.insert(0, f"A unit has at most one {plan.unit} in each span, as was declared.")
         not_covered.append(f"Units with more than one {plan.unit} in a span.")
+    whom = " of users" if plan.unit == "user" else ""
     if plan.poisson_sampling:
-        sampling = f"Poisson, {rate}"
+        sampling = f"Poisson{whom}, {rate}"
     else:
-        sampling = f"shuffled fixed-size batches, accounted as Poisson with {rate}"
+        sampling = f"shuffled fixed-size batches{whom}, accounted as Poisson with {rate}"
         assumptions.insert(
             0, "Poisson sampling, which did NOT happen: batches were shuffled. The epsilon is not proven."
+        )
+    if plan.unit == "user":
+        most = plan.max_examples_per_user
+        sampling += (
+            "; each with all of their examples" if most is None else f"; each with at most {most} of their examples"
         )
     if seeded:
         not_covered.insert(0, "Seeded, do not release: whoever knows the seed can take the noise away.")
     guarantee = plan.mechanism.guarantee if plan.noise_multiplier > 0 else "none: there is no noise"
+    if plan.frequencies is not None and plan.noise_multiplier > 0:
+        guarantee += "; and for the rows' frequencies, released once"
     return PrivacyStatement(
         epsilon=epsilon,
         delta=delta,

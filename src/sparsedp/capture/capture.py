@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sparsedp.capture.expressions import Expression, Placed
+from sparsedp.capture.owners import Grouping
 from sparsedp.capture.rows import RowSpace, TouchedRows
 from sparsedp.capture.tracking import POINTWISE, Info, Mixed, UnitAxis, UnitData, follow, plain_name, written_axis
-from sparsedp.capture.uses import ParameterUses, Use
+from sparsedp.capture.uses import ParameterUses, RowNorms, Use
 from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
 
 # Operations that normalise over the batch, and the argument that says whether they do.
@@ -36,12 +37,23 @@ class HasUnits(Protocol):
     @property
     def units(self) -> int: ...
 
+    @property
+    def examples(self) -> int: ...
+
+    @property
+    def owners(self) -> Tensor | None: ...
+
 
 @dataclass(frozen=True, eq=False)
 class _Unnumbered:
-    """A batch that no loader announced."""
+    """A batch that no loader announced: its units are its examples."""
 
     units: int
+    owners: Tensor | None = None
+
+    @property
+    def examples(self) -> int:
+        return self.units
 
 
 @dataclass(eq=False)
@@ -107,17 +119,39 @@ class _Source(torch.autograd.Function):
 
 @dataclass
 class Captured:
-    """The uses of every private parameter by the units of one physical batch."""
+    """The uses of every private parameter by the units of one physical batch.
+
+    `uses` keep the examples of the batch apart. A unit's gradient is the sum of its examples' gradients: `owners`, int64
+    (examples,), says which unit each of them belongs to; None: example i is unit i.
+    """
 
     units: int
     uses: dict[str, ParameterUses]
     _touched: TouchedRows | None = None
+    owners: Tensor | None = None
+    _grouped: Grouping | None = None
+
+    @property
+    def examples(self) -> int:
+        return self.units if self.owners is None else len(self.owners)
 
     def touched(self, space: RowSpace) -> TouchedRows:
         """The lookups grouped by row, which is done once."""
         if self._touched is None or self._touched.space != space:
-            self._touched = TouchedRows(self.uses, space, self.units)
+            self._touched = TouchedRows(self.uses, space, self.units, self.owners)
         return self._touched
+
+    def squared_norms(self, uses: ParameterUses, known: RowNorms | None = None) -> Tensor:
+        """Squared norm of each unit's gradient, (units,), by `uses` of one parameter; see `ParameterUses`."""
+        if self.owners is None:
+            return uses.squared_norms(self.units, known)
+        if self._grouped is None:
+            self._grouped = Grouping(self.owners, self.units)
+        return self._grouped.squared_norms(uses)
+
+    def each(self, factors: Tensor) -> Tensor:
+        """A factor for each unit as one for each example, (examples,): what the weighted sums of `uses` take."""
+        return factors if self.owners is None else factors[self.owners]
 
 
 class Capture:
@@ -147,14 +181,18 @@ class Capture:
         self._kept: dict[str, tuple[int, int]] = {}  # identity and version of what a forward pass must not change
         self._storages: dict[int, str] = {}
         self._glanced: Placed | None = None
+        self._glanced_at: HasUnits | None = None
         self._batch: HasUnits = _Unnumbered(0)
         # Called with each operation of a forward pass: settles the rows of lazy tables that it reads.
         self.before_read: Callable[[Callable, tuple, dict], None] | None = None
 
     @property
     def units(self) -> int:
-        """The number of units in the forward pass that runs now, or ran last."""
-        return self._batch.units
+        """How many places the unit axis has in the forward pass that runs now, or ran last: one for each example.
+
+        Where the units are users, their examples are still kept apart here, and added up afterwards (`Captured`).
+        """
+        return self._batch.examples
 
     # ------------------------------------------------------------------ attaching
 
@@ -194,6 +232,7 @@ class Capture:
             self._leave()
 
     def enter(self, name: str, args: tuple, kwargs: dict) -> None:
+        _refuse_compilation()
         if not self._stack:
             self._begin(args, kwargs)
             self._mode.__enter__()
@@ -260,8 +299,8 @@ class Capture:
 
     def _find_batch(self, inputs: list[Tensor]) -> HasUnits:
         sizes = [tensor.shape[0] for tensor in inputs if tensor.ndim > 0]
-        expected = self._current_batch() if self._glanced is None else None
-        if expected is not None and (expected.units in sizes or len(set(sizes)) != 1):
+        expected = self._current_batch() if self._glanced is None else self._glanced_at
+        if expected is not None and (expected.examples in sizes or len(set(sizes)) != 1):
             return expected
         if not sizes:
             raise UnsupportedError(
@@ -277,27 +316,50 @@ class Capture:
         tape, self._tape = self._tape, []
         if not tape:
             return None
-        units = tape[0].batch.units
+        batch = tape[0].batch
+        self._require_current(
+            batch
+        )  # again: a loss from before the first batch was drawn, or the next one, is of others
         uses: dict[str, list[Use]] = {}
         for record in tape:
             assert record.grad is not None
             for name, use in record.finish(record.grad):
                 uses.setdefault(name, []).append(use)
             record.grad = None
-        return Captured(units, {name: ParameterUses.of(found) for name, found in uses.items()})
+        return _captured(batch, uses)
 
-    def glance(self, run: Callable[[], Any]) -> Captured:
-        """The uses of one forward pass, `run()`, without a backward pass: their gradients are zero."""
-        self._glanced = []
+    def glance(self, run: Callable[[], Any], batch: HasUnits | None = None) -> Captured:
+        """The uses of one forward pass, `run()`, without a backward pass: their gradients are zero.
+
+        It is over `batch`; None: over the examples that its first input has.
+        """
+        self._glanced, self._glanced_at = [], batch
         try:
             with torch.enable_grad():
                 run()
             uses: dict[str, list[Use]] = {}
             for name, use in self._glanced:
                 uses.setdefault(name, []).append(use)
-            return Captured(self.units, {name: ParameterUses.of(found) for name, found in uses.items()})
+            if batch is not None and self._batch is not batch:
+                raise UnsupportedError(
+                    f"The module was run on {self.units} examples instead of the {batch.examples} that were read, so it is not "
+                    "known whose they are. collate_fn, and `inputs` of the mechanism, must neither drop nor repeat examples."
+                )
+            return _captured(self._batch, uses)
         finally:
-            self._glanced = None
+            self._glanced, self._glanced_at = None, None
+
+    def _require_current(self, batch: HasUnits) -> HasUnits | None:
+        expected = self._current_batch()
+        if expected is not None and batch is not expected:
+            raise SparseDPError(
+                f"The loss comes from a forward pass over {batch.examples} examples that are not the loader's current "
+                f"batch of {expected.examples}. Iterate over the loader that make_private returned, not over the old one. All "
+                "units of a batch must pass through the module exactly once per forward call: do "
+                "not concatenate, repeat, cut or accumulate batches (for micro-batches use max_physical_batch), and "
+                "evaluate other data under torch.no_grad()."
+            )
+        return expected
 
     def _receive(self, record: Record, grad: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -307,21 +369,13 @@ class Capture:
             )
         if not torch._C._will_engine_execute_node(self._anchor_node):
             return  # torch.autograd.grad asks for the gradient of something else, such as the input
-        expected = self._current_batch()
-        if expected is not None and record.batch is not expected:
-            raise SparseDPError(
-                f"The loss comes from a forward pass over {record.batch.units} units that are not the loader's current batch "
-                f"of {expected.units}. Iterate over the loader that make_private returned, not over the old one. Every unit of "
-                "a batch must pass through the module exactly once per forward call: do "
-                "not concatenate, repeat, cut or accumulate batches (for micro-batches use max_physical_batch), and "
-                "evaluate other data under torch.no_grad()."
-            )
+        expected = self._require_current(record.batch)
         if self._tape and self._tape[0].batch is not record.batch and expected is not None:
             raise SparseDPError("Forward passes over two batches met in one step. Call zero_grad() before each batch.")
-        if self._tape and self._tape[0].batch.units != record.batch.units:
+        if self._tape and self._tape[0].batch.examples != record.batch.examples:
             raise SparseDPError(
-                f"Forward passes over {self._tape[0].batch.units} and {record.batch.units} units met in one step. "
-                "All forward passes of a step must be over the same units."
+                f"Forward passes over {self._tape[0].batch.examples} and {record.batch.examples} examples met in one step. "
+                "All forward passes of a step must be over the same examples."
             )
         if record.grad is None:
             record.grad = grad.detach()
@@ -557,6 +611,11 @@ class Capture:
         return f" in module '{where}'" if where else ""
 
 
+def _captured(batch: HasUnits, uses: dict[str, list[Use]]) -> Captured:
+    merged = {name: ParameterUses.of(found).written_out() for name, found in uses.items()}
+    return Captured(batch.units, merged, owners=batch.owners)
+
+
 @dataclass(frozen=True)
 class _Derived:
     """A tensor computed from parameters alone."""
@@ -630,6 +689,16 @@ def _ordinary_gradient_hook(name: str) -> Callable[[Tensor], None]:
         )
 
     return refuse
+
+
+def _refuse_compilation() -> None:
+    """torch.compile and torch.export call hooks while they trace, or with their callback in place where they gave up."""
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    if torch.compiler.is_compiling() or torch._C._is_tracing() or callback not in (None, False):
+        raise UnsupportedError(
+            "torch.compile, torch.export and torch.jit hide the operations of a forward pass and take the weights along as "
+            "they are, so they do not work on a private module. engine.close() makes it an ordinary one, for which they do."
+        )
 
 
 def _refuse_surroundings() -> None:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture import kernels
-from sparsedp.capture.uses import Lookup, ParameterUses, RowNorms, merge_lookups
+from sparsedp.capture.uses import Lookup, ParameterUses, RowNorms, merge_lookups, slack
+from sparsedp.threads import on_all_cores, split
 
 
 @dataclass(frozen=True)
@@ -57,16 +58,19 @@ class RowSpace:
 class TouchedRows:
     """The lookups of the tables that a physical batch uses by lookups alone, grouped by row.
 
-    Positions are numbered over all tables; padding is left out.
+    Positions are numbered over all tables; padding is left out. `owners` is as in `Captured`: lookups are by example.
     """
 
-    def __init__(self, uses: Mapping[str, ParameterUses], space: RowSpace, units: int) -> None:
+    def __init__(
+        self, uses: Mapping[str, ParameterUses], space: RowSpace, units: int, owners: Tensor | None = None
+    ) -> None:
         self.space = space
         self.units = units
+        self._owners = owners
         self.lookups: dict[str, Lookup] = {}
         self.whole: list[str] = []  # tables that are used otherwise, too, such as by a full softmax: all of their rows
         for name in space.names:
-            if name in uses and (uses[name].linears or uses[name].builts):
+            if name in uses and uses[name].whole:
                 self.whole.append(name)
             elif name in uses:
                 self.lookups[name] = merge_lookups(uses[name].lookups)
@@ -91,7 +95,9 @@ class TouchedRows:
             return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
         row = kernels.repeated(torch.arange(self.rows.numel(), device=self.rows.device), self.begin.diff())
         unit = torch.cat([lookup.units for lookup in self.lookups.values()])[self.order]
-        if all(lookup.one_each for lookup in self.lookups.values()):
+        if self._owners is not None:
+            unit = self._owners[unit]
+        elif all(lookup.one_each for lookup in self.lookups.values()):
             return unit, row
         distinct, _, _ = kernels.group(row * self.units + unit)
         return distinct % self.units, distinct // self.units
@@ -111,7 +117,9 @@ class TouchedRows:
         return at
 
     def squared_norms(self, slots: Tensor | None, known: RowNorms) -> OnceNorms | None:
-        """For the tables of which every unit uses one row, or none."""
+        """For the tables of which every unit uses one row, or none; with `owners`, for all. None if there are none."""
+        if self._owners is not None:
+            return self._norms_of_owners(self._owners, slots, known) if self.lookups else None
         names = [name for name, lookup in self.lookups.items() if lookup.one_each]
         if not names:
             return None
@@ -123,21 +131,63 @@ class TouchedRows:
         mine = torch.stack([kept[first : first + self.units] for first in map(self._firsts.__getitem__, names)])
         return OnceNorms(names, every, every.masked_fill(~mine, 0))
 
-    def add_weighted_sum(self, name: str, out: Tensor, slots: Tensor | None, factors: Tensor) -> None:
-        """Adds the sum over units of factor times gradient to `out`.
+    def add_weighted_sums(self, outs: Mapping[str, Tensor], slots: Tensor | None, factors: Tensor) -> None:
+        """Adds the sums over units of factor times gradient to `outs`, for some tables, on all cores.
 
-        `out` holds the selected rows of the table, which `slots` refer to; without slots, all of its rows.
+        outs[name] holds the selected rows of the table, which `slots` refer to; without slots, all of its rows.
         """
-        lookup = self.lookups[name]
-        begin, end = self._edges[name]
-        factor = factors if lookup.one_each else factors[lookup.units]
-        if lookup.weight is not None:
-            factor = factor * lookup.weight
-        places = self.of(name) if slots is None else slots[begin:end]
-        kernels.add_rows(
-            out.view(-1, lookup.grad.shape[1]), places, self.begin[begin : end + 1], self.order, self._firsts[name],
-            lookup.grad, lookup.source, factor,
-        )  # fmt: skip
+        pieces = []
+        for name, out in outs.items():
+            lookup, (begin, end) = self.lookups[name], self._edges[name]
+            factor = factors.to(out.dtype)
+            factor = factor if lookup.one_each else factor[lookup.units]
+            if lookup.weight is not None:
+                factor = factor * lookup.weight
+            out = out.view(-1, lookup.grad.shape[1])
+            places = self.of(name) if slots is None else slots[begin:end]
+            for part in split(end - begin, lookup.grad.shape[1] * lookup.ids.numel() // max(1, end - begin)):
+                edges = self.begin[begin + part.start : begin + part.stop + 1]
+                pieces.append(
+                    (out, places[part], edges, self.order, self._firsts[name], lookup.grad, lookup.source, factor)
+                )
+        on_all_cores(lambda piece: kernels.add_rows(*piece), pieces)
+
+    def _norms_of_owners(self, owners: Tensor, slots: Tensor | None, known: RowNorms) -> OnceNorms:
+        """As `ParameterUses.squared_norms` of relabelled lookups, for all tables at once.
+
+        What a unit's examples add to a row is added up first; mostly that is one position, whose norm is known.
+        """
+        lookups, tables = list(self.lookups.values()), len(self.lookups)
+        row = kernels.repeated(torch.arange(self.rows.numel(), device=self.rows.device), self.begin.diff())
+        unit = owners[torch.cat([lookup.units for lookup in lookups])[self.order]]
+        keys, begin, order = kernels.group(row * self.units + unit)
+        at, sizes = self.order[order], begin.diff()  # the positions, by row and unit
+        key_row, key = keys // self.units, kernels.repeated(torch.arange(keys.numel(), device=at.device), sizes)
+        lengths = [end - first for first, end in (self._edges[name] for name in self.lookups)]
+        table = kernels.repeated(torch.arange(tables, device=at.device), row.new_tensor(lengths))[key_row]
+        single = torch.cat([lookup.squares(known) for lookup in lookups])[at]
+        square = single[begin[:-1]]
+        several = sizes > 1
+        edges = torch.searchsorted(table, torch.arange(tables + 1, device=at.device)).tolist()
+        for (first, end), (name, lookup) in zip(pairwise(edges), self.lookups.items()):
+            mine = several[first:end]
+            if mine.any():
+                inside = slice(int(begin[first]), int(begin[end]))
+                taken = mine[key[inside] - first]
+                place = (mine.cumsum(0) - 1)[key[inside][taken] - first]
+                values = lookup.taken(at[inside][taken] - self._firsts[name]).double()
+                sums = values.new_zeros(int(mine.sum()), values.shape[1]).index_add_(0, place, values)
+                square[first:end][mine] = kernels.squared_rows(sums)
+        cell, room = table * self.units + keys % self.units, tables * self.units
+        rounding = slack([lookups[0]])
+
+        def total(kept: Tensor) -> Tensor:
+            squares = torch.bincount(cell, square.masked_fill(~kept, 0), room).double()
+            reach = torch.bincount(cell[key], single.sqrt().masked_fill(~kept[key], 0), room).double()
+            return (squares + rounding * reach.square()).view(tables, self.units)
+
+        every = total(torch.ones_like(several))
+        return OnceNorms(list(self.lookups), every, every if slots is None else total(slots[key_row] >= 0))
 
 
 class OnceNorms(NamedTuple):

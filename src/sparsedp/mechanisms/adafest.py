@@ -31,6 +31,7 @@ class AdaFEST(Mechanism):
 
     name: ClassVar[str] = "adafest"
     selects: ClassVar[bool] = True
+    takes_users: ClassVar[bool] = True
     threshold: float = 10.0
     noise_ratio: float = 5.0
     map_clip: float = 1.0

@@ -42,6 +42,8 @@ class Mechanism(ABC):
     name: ClassVar[str]
     selects: ClassVar[bool] = False  # whether `select` chooses rows; physical batches are then held until it has
     prepares: ClassVar[bool] = False  # whether `prepare` has to run before the first step
+    # Whether `select` looks at units through `Captured` alone, as it must if a unit may have several examples.
+    takes_users: ClassVar[bool] = False
     lazy: ClassVar[bool] = False  # whether the tables' noise waits until rows are read (sparsedp.lazy)
 
     def __init_subclass__(cls) -> None:
@@ -77,7 +79,9 @@ class Mechanism(ABC):
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor] | None:
         """The selection: for each table the rows that may change in this step, distinct and ascending.
 
-        None stands for all rows of all tables. `batch` holds the uses of a whole logical batch, in physical ones.
+        None stands for all rows of all tables. `batch` holds the uses of a whole logical batch, in physical ones. Its `uses`
+        are by example; what a unit touches and its norms are what `captured.touched(space).pairs()` and
+        `captured.squared_norms(uses)` say, and `captured.each(factors)` is what weighted sums take.
         """
         return None
 

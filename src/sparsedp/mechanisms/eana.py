@@ -22,6 +22,7 @@ class EANA(Mechanism):
 
     name: ClassVar[str] = "eana"
     selects: ClassVar[bool] = True
+    takes_users: ClassVar[bool] = True
 
     @property
     def guarantee(self) -> str:

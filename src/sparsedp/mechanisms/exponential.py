@@ -29,6 +29,7 @@ class ExponentialSelection(Mechanism):
 
     name: ClassVar[str] = "exponential"
     selects: ClassVar[bool] = True
+    takes_users: ClassVar[bool] = True
     k: int = 1000
     epsilon: float = 1.0
 
@@ -64,9 +65,9 @@ def _row_norms(batch: Sequence[Captured], space: RowSpace, step: Step) -> tuple[
     for captured in batch:
         if not captured.uses:  # an empty batch
             continue
-        squares = [uses.squared_norms(captured.units).double() for uses in captured.uses.values()]
+        squares = [captured.squared_norms(uses).double() for uses in captured.uses.values()]
         norms = torch.stack(squares).sum(0).sqrt() * step.scale(captured)
-        weights = step.clipping.factors(norms) * step.scale(captured)
+        weights = captured.each(step.clipping.factors(norms) * step.scale(captured))
         for name in space.names:
             if name in captured.uses:
                 table = step.tables[name]

@@ -47,6 +47,7 @@ class FEST(Mechanism):
 
     name: ClassVar[str] = "fest"
     selects: ClassVar[bool] = True
+    takes_users: ClassVar[bool] = True
     k: int = 10_000
     epsilon: float = 0.1
     delta: float = 1e-7

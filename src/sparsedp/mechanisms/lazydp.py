@@ -24,6 +24,7 @@ class LazyDP(Mechanism):
 
     name: ClassVar[str] = "lazydp"
     selects: ClassVar[bool] = True
+    takes_users: ClassVar[bool] = True
     lazy: ClassVar[bool] = True
     aggregate: bool = True
 

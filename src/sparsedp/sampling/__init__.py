@@ -4,5 +4,17 @@ from sparsedp.sampling.draws import BatchInfo
 from sparsedp.sampling.loader import PrivateLoader, private_loader
 from sparsedp.sampling.poisson import poisson_indices
 from sparsedp.sampling.stream import Stream, StreamPlan
+from sparsedp.sampling.users import Users, owners_of, users_of, whole_users
 
-__all__ = ["BatchInfo", "PrivateLoader", "Stream", "StreamPlan", "poisson_indices", "private_loader"]
+__all__ = [
+    "BatchInfo",
+    "PrivateLoader",
+    "Stream",
+    "StreamPlan",
+    "Users",
+    "owners_of",
+    "poisson_indices",
+    "private_loader",
+    "users_of",
+    "whole_users",
+]

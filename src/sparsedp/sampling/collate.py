@@ -1,8 +1,8 @@
-"""The empty batch: Poisson sampling draws it now and then, and no collate function can make one."""
+"""What is asked of a collate function: an empty batch, which it cannot make, and that examples stay in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -10,6 +10,8 @@ import numpy as np
 import torch
 
 from sparsedp.errors import UnsupportedError
+
+_TRIED = 32  # examples on which a collate function is tried
 
 
 def empty_batch(dataset: Any, collate: Callable[[Any], Any]) -> Any:
@@ -19,14 +21,70 @@ def empty_batch(dataset: Any, collate: Callable[[Any], Any]) -> Any:
     So [n, d] gives [0, d], concatenated values give [0] and offsets with the last one included give [1].
     Tensors hold zeros: of the example that was read, only shapes get out. Python ints count as sizes.
     """
-    return _shrink(collate(_fetch(dataset, 1)), collate(_fetch(dataset, 2)))
+    return _shrink(collate(_fetch(dataset, [0])), collate(_fetch(dataset, [0, 0])))
 
 
-def _fetch(dataset: Any, count: int) -> Any:
-    """Example 0, `count` times, in the way torch's loader fetches a batch."""
+def refuse_reordering(dataset: Any, collate: Callable[[Any], Any]) -> None:
+    """Raises if `collate` is seen to sort its examples: whose example is where would then not be known.
+
+    Some examples are collated in order and in reverse. What has one row per example must come out reversed; if rows only
+    change places in some other way, and none do so in this one, they were sorted. A collate function that makes other
+    rows each time cannot be judged like that, and passes.
+    """
+    size = len(dataset)
+    places = np.unique(np.linspace(0, size - 1, min(size, _TRIED)).astype(int)).tolist()
+    ahead = list(_arrays(collate(_fetch(dataset, places))))
+    back = list(_arrays(collate(_fetch(dataset, places[::-1]))))
+    pairs = [
+        (one, other)
+        for one, other in zip(ahead, back)
+        if one.shape[:1] == (len(places),) and one.shape == other.shape and not _offsets(one)
+    ]
+    kept = any(np.array_equal(one[::-1], other) and not np.array_equal(one, other) for one, other in pairs)
+    moved = any(not np.array_equal(one[::-1], other) and _same_rows(one, other) for one, other in pairs)
+    if moved and not kept:
+        raise UnsupportedError(
+            "collate_fn changes the order of its examples (it sorts them?), so that it is not known which example of a batch "
+            "is which user's. Keep them in order, and mask what is padded instead."
+        )
+
+
+def _arrays(batch: Any) -> Iterator[np.ndarray]:
+    """The tensors and arrays of a batch, always in the same order."""
+    if isinstance(batch, torch.Tensor):
+        if not batch.is_nested and batch.layout == torch.strided:
+            yield batch.detach().cpu().numpy()
+    elif isinstance(batch, np.ndarray):
+        yield batch
+    elif isinstance(batch, Mapping):
+        for key in batch:
+            yield from _arrays(batch[key])
+    elif isinstance(batch, (tuple, list)):
+        if batch and all(isinstance(item, (int, float, str, bytes)) for item in batch):
+            yield np.asarray(batch)
+        else:
+            for item in batch:
+                yield from _arrays(item)
+    elif is_dataclass(batch) and not isinstance(batch, type):
+        for f in fields(batch):
+            yield from _arrays(getattr(batch, f.name))
+
+
+def _offsets(array: np.ndarray) -> bool:
+    """Whether it ascends, as the offsets of bags and positions do: these do not turn around with the examples."""
+    return array.ndim == 1 and array.dtype.kind in "iu" and bool((np.diff(array.astype(np.int64)) >= 0).all())
+
+
+def _same_rows(one: np.ndarray, other: np.ndarray) -> bool:
+    rows = [sorted(row.tobytes() for row in np.ascontiguousarray(array)) for array in (one, other)]
+    return rows[0] == rows[1]
+
+
+def _fetch(dataset: Any, places: Sequence[int]) -> Any:
+    """The examples at `places`, in the way torch's loader fetches a batch."""
     if getattr(dataset, "__getitems__", None):
-        return dataset.__getitems__([0] * count)
-    return [dataset[0] for _ in range(count)]
+        return dataset.__getitems__(list(places))
+    return [dataset[place] for place in places]
 
 
 def _size(one: int, two: int) -> int:

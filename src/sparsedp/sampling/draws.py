@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +13,14 @@ import torch
 
 from sparsedp.noise import RandomKey
 from sparsedp.sampling.poisson import poisson_indices
+from sparsedp.sampling.users import Users, owners_of, whole_users
 
 # First elements of the paths of an epoch's permutation and of the workers' seeds. Poisson draws have the path (step,).
 _SHUFFLE = 0
 _WORKERS = 1
+# Keys of their own, for which of their examples users bring to a batch, and to a count of the data.
+_EXAMPLES = 2
+_COUNTED = 3
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,13 @@ class BatchInfo:
     last: bool
     step: int  # of the logical batch, from 0 over the whole run
     span: int | None = None  # of the stream, whose units alone were sampled from; None without a stream
+    # int64 (examples,): which of this batch's units each of its examples belongs to; None: example i is unit i.
+    owners: torch.Tensor | None = field(default=None, compare=False)
+
+    @property
+    def examples(self) -> int:
+        """In this physical batch; as many as units if the units are examples."""
+        return self.units if self.owners is None else len(self.owners)
 
 
 class Place(NamedTuple):
@@ -58,7 +69,8 @@ class Draws:
     batch_size: int  # expected (Poisson), or exact
     poisson: bool
     shuffle: bool
-    max_physical_batch: int | None
+    max_physical_batch: int | None  # in examples
+    users: Users | None = None  # None: the units are the examples
 
     def logical(self, start: Place) -> Iterator[tuple[int | None, np.ndarray]]:
         """Number of the span and indices, int64 [n], of each logical batch from `start` to the end of its epoch."""
@@ -94,9 +106,28 @@ class Draws:
         set's `__getitems__([])` or a collate function do with them is anybody's guess.
         """
         for step, (span, indices) in enumerate(self.logical(start), start.step):
+            if self.users is not None:
+                yield from self._of_users(self.users, indices, step, infos)
+                continue
             limit = self.max_physical_batch or max(1, len(indices))
             parts = np.array_split(indices, max(1, math.ceil(len(indices) / limit)))
             for i, part in enumerate(parts):
                 infos.append(BatchInfo(len(part), len(indices), i == 0, i == len(parts) - 1, step, span))
                 if len(part):
                     yield part.tolist()
+
+    def _of_users(self, users: Users, drawn: np.ndarray, step: int, infos: deque[BatchInfo]) -> Iterator[list[int]]:
+        """The physical batches of one logical batch of users: each user is in one of them, with all that they bring."""
+        examples, sizes = users.examples(drawn, self.key.child(_EXAMPLES).numpy(step))
+        ends = np.cumsum(sizes)
+        parts = list(whole_users(sizes, self.max_physical_batch)) or [slice(0, 0)]
+        for i, part in enumerate(parts):
+            own = sizes[part]
+            infos.append(BatchInfo(len(own), len(sizes), i == 0, i == len(parts) - 1, step, owners=owners_of(own)))
+            if len(own):
+                yield examples[ends[part.start] - own[0] : ends[part.stop - 1]].tolist()
+
+    def counted(self, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The examples that `users` bring to a count of the data, as `Users.examples`; with one key, the same ones again."""
+        assert self.users is not None
+        return self.users.examples(users, self.key.child(_COUNTED).numpy(0))

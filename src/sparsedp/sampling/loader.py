@@ -14,9 +14,10 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.noise import RandomKey
-from sparsedp.sampling.collate import empty_batch
+from sparsedp.sampling.collate import empty_batch, refuse_reordering
 from sparsedp.sampling.draws import BatchInfo, Draws, Place, Span
 from sparsedp.sampling.stream import Stream
+from sparsedp.sampling.users import Users
 
 _END = object()
 _STATE_KEYS = ("step", "epoch", "epoch_position")
@@ -29,9 +30,12 @@ def private_loader(
     poisson: bool = True,
     max_physical_batch: int | None = None,
     stream: Stream | None = None,
+    users: Users | None = None,
 ) -> PrivateLoader:
     """The user's loader, with Poisson batches (or its own shuffled ones) drawn from `key`."""
-    return PrivateLoader(loader, key=key, poisson=poisson, max_physical_batch=max_physical_batch, stream=stream)
+    return PrivateLoader(
+        loader, key=key, poisson=poisson, max_physical_batch=max_physical_batch, stream=stream, users=users
+    )
 
 
 class PrivateLoader(DataLoader[Any]):
@@ -46,6 +50,10 @@ class PrivateLoader(DataLoader[Any]):
 
     With a `stream` an epoch is one pass over its spans in order of time. Every batch is drawn from the units of one span,
     with probability batch_size / (units of the span); `sample_rate` is then the largest of these.
+
+    With `users` these are the units: `batch_size`, `dataset_size` and the epoch count users, and a drawn user brings all
+    of their examples, or as many as `Users` says. `max_physical_batch` counts examples, and a physical batch holds
+    whole users; `current.owners` says which example is whose.
 
     Replay: batch t is a pure function of the key and t (shuffled: of the key, the epoch and the position in
     it), and t counts yielded logical batches. So no draw that anybody saw is made twice, also when `break`
@@ -62,10 +70,13 @@ class PrivateLoader(DataLoader[Any]):
         poisson: bool = True,
         max_physical_batch: int | None = None,
         stream: Stream | None = None,
+        users: Users | None = None,
     ) -> None:
-        size, batch_size, shuffle = _checked(loader)
+        size, batch_size, shuffle = _checked(loader, users)
         if max_physical_batch is not None and max_physical_batch < 1:
             raise UnsupportedError(f"{max_physical_batch=}: it must be at least 1, or None.")
+        if users is not None:
+            _refuse_for_users(loader, users, max_physical_batch, stream)
         spans = _spans(size, batch_size, loader.drop_last, stream)
         steps = sum(span.steps for span in spans)
         feed = _Feed(steps)
@@ -90,11 +101,12 @@ class PrivateLoader(DataLoader[Any]):
         self.shuffled = shuffle
         self.dataset_size = size
         self.stream = stream
+        self.users = users
         self.sample_rate = batch_size / min(span.size for span in spans)
         self.steps_per_epoch = steps
         self.max_physical_batch = max_physical_batch
         self.current: BatchInfo | None = None
-        self._draws = Draws(key, spans, batch_size, poisson, shuffle, max_physical_batch)
+        self._draws = Draws(key, spans, batch_size, poisson, shuffle, max_physical_batch, users)
         self._feed = feed
         self._own_generator = loader.generator is None
         self._template: Any = _END
@@ -118,6 +130,18 @@ class PrivateLoader(DataLoader[Any]):
     def indices(self, span: int | None) -> np.ndarray | None:
         """Where the units of a span are in the data set; None for all of it."""
         return None if span is None else self._draws.spans[span].indices
+
+    @property
+    def expected_examples(self) -> float:
+        """How many examples a logical batch has on average."""
+        return (self.batch_size or 0) * (1.0 if self.users is None else self.users.mean)
+
+    def counted(self, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The examples of `users` that a count of the data goes over, and how many there are of each user.
+
+        They bring as many as to a batch, chosen from the key.
+        """
+        return self._draws.counted(users)
 
     def state_dict(self) -> dict[str, int]:
         """The place behind the last logical batch that was yielded completely; prefetched ones do not count.
@@ -227,7 +251,23 @@ class _Feed:
         return self.length
 
 
-def _checked(loader: DataLoader) -> tuple[int, int, bool]:
+def _refuse_for_users(loader: DataLoader, users: Users, max_physical_batch: int | None, stream: Stream | None) -> None:
+    if stream is not None:
+        raise UnsupportedError(
+            "stream together with unit='user' is not available: a user may have examples in several spans, each of which "
+            "would have to sample its own users. Leave one of them out."
+        )
+    if max_physical_batch is not None and users.most > max_physical_batch:
+        most = "the largest user's" if users.limit is None else "max_examples_per_user"
+        raise UnsupportedError(
+            f"max_physical_batch={max_physical_batch} cannot hold a whole user, of up to {users.most} examples ({most}): a "
+            "user's gradient is clipped as one, so all of it has to be in one physical batch. Raise max_physical_batch, or "
+            "lower max_examples_per_user."
+        )
+    refuse_reordering(loader.dataset, loader.collate_fn)
+
+
+def _checked(loader: DataLoader, users: Users | None) -> tuple[int, int, bool]:
     """Number of units, batch size and whether to shuffle, of a loader that can be made private."""
     if isinstance(loader, PrivateLoader):
         raise UnsupportedError("The loader is already private: pass the original DataLoader.")
@@ -251,9 +291,10 @@ def _checked(loader: DataLoader) -> tuple[int, int, bool]:
             f"A custom batch_sampler ({type(loader.batch_sampler).__name__}) decides who is sampled, which "
             "the accounting has to know: pass batch_size and shuffle instead."
         )
-    if loader.batch_size > size:
+    units, what = (size, "examples") if users is None else (users.count, "users, whom it counts with unit='user'")
+    if loader.batch_size > units:
         raise UnsupportedError(
-            f"batch_size={loader.batch_size} exceeds the data set's {size} examples, a sampling probability "
+            f"batch_size={loader.batch_size} exceeds the data set's {units} {what}, a sampling probability "
             "above 1: use a smaller batch_size."
         )
     if not getattr(loader, "in_order", True):
@@ -266,4 +307,4 @@ def _checked(loader: DataLoader) -> tuple[int, int, bool]:
             "the sampling probabilities that the accounting needs: pass shuffle=True or shuffle=False, and "
             "weight examples in the loss."
         )
-    return size, loader.batch_size, shuffle
+    return units, loader.batch_size, shuffle

@@ -1,0 +1,113 @@
+"""Users as units: which examples are whose, and which of them a drawn user brings to a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsedp.errors import UnsupportedError
+
+
+@dataclass(frozen=True, eq=False)
+class Users:
+    """The examples of each user. Users are numbered from 0 in the order of their ids.
+
+    With a `limit` (m) a user brings at most so many of their examples to a batch, chosen uniformly at random without
+    replacement, anew each time.
+    """
+
+    order: np.ndarray  # int64 (N,): the examples, user after user
+    begin: np.ndarray  # int64 (users + 1,): where each user's begin in `order`
+    limit: int | None = None
+
+    @staticmethod
+    def of(ids: Any, size: int, limit: int | None = None) -> Users:
+        """From the user id of each of `size` examples: whole numbers that need not be in order or without gaps."""
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+            raise UnsupportedError(
+                f"max_examples_per_user must be a whole number of at least 1, or None; got {limit!r}"
+            )
+        _, number, counts = np.unique(_whole_numbers(ids, size), return_inverse=True, return_counts=True)
+        return Users(np.argsort(number, kind="stable"), np.concatenate([[0], np.cumsum(counts)]), limit)
+
+    @property
+    def count(self) -> int:
+        return len(self.begin) - 1
+
+    @property
+    def most(self) -> int:
+        """The most examples that one user can bring to a batch: the limit, or what the largest user has."""
+        return int(np.diff(self.begin).max()) if self.limit is None else self.limit
+
+    @property
+    def mean(self) -> float:
+        """How many examples a user brings on average."""
+        sizes = np.diff(self.begin)
+        return float((sizes if self.limit is None else np.minimum(sizes, self.limit)).mean())
+
+    def examples(self, users: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """What `users` bring: places in the data set, user after user, and how many there are of each user.
+
+        A user's choice must not depend on who else is there, so `generator` has to be secret wherever that counts.
+        """
+        sizes = self.begin[users + 1] - self.begin[users]
+        whose = np.repeat(np.arange(len(users)), sizes)
+        rank = np.arange(len(whose)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # among the user's own
+        if self.limit is not None and (sizes > self.limit).any():
+            mixed = np.lexsort((generator.random(len(whose)), whose))  # each user's own, in random order
+            kept = np.sort(mixed[rank < self.limit])
+            whose, rank, sizes = whose[kept], rank[kept], np.minimum(sizes, self.limit)
+        return self.order[self.begin[users][whose] + rank], sizes
+
+
+def users_of(dataset: Any, ids: Any, limit: int | None) -> Users:
+    """From `ids`, or else the data set's own `users`. Nobody is taken for a user because nothing is known of users."""
+    if not hasattr(dataset, "__len__"):
+        raise UnsupportedError(
+            f"{type(dataset).__name__} has no length, so that nobody can say whose its examples are."
+        )
+    ids = getattr(dataset, "users", None) if ids is None else ids
+    if ids is None:
+        raise UnsupportedError(
+            f"unit='user' needs to know whose each example is, and {type(dataset).__name__} has no attribute `users`. Pass "
+            "users=..., a whole number for each example of the data set, in its order; or use unit='example', which protects "
+            "single examples, not people with several."
+        )
+    return Users.of(ids, len(dataset), limit)
+
+
+def whole_users(sizes: np.ndarray, limit: int | None) -> Iterator[slice]:
+    """Parts of a sequence of users with so many examples each: at most `limit` examples, or one user, in each part."""
+    ends = np.cumsum(sizes)
+    begin = 0
+    while begin < len(sizes):
+        before = ends[begin] - sizes[begin]
+        end = len(sizes) if limit is None else int(np.searchsorted(ends, before + limit, side="right"))
+        yield slice(begin, max(end, begin + 1))
+        begin = max(end, begin + 1)
+
+
+def owners_of(sizes: np.ndarray) -> torch.Tensor:
+    """The user of each example, int64: user i has the next sizes[i] of them."""
+    return torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
+
+
+def _whole_numbers(ids: Any, size: int) -> np.ndarray:
+    found = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise UnsupportedError(
+            f"users must hold one whole number per example, in a vector; got {found.dtype} of shape {found.shape}. "
+            "Number other ids first, as np.unique(ids, return_inverse=True)[1] does."
+        )
+    if len(found) != size:
+        raise UnsupportedError(f"users has {len(found)} entries, the data set has {size} examples.")
+    if size and int(found.min()) < 0:
+        raise UnsupportedError(
+            "users holds a negative number, which mostly stands for a user who is not known (as pandas.factorize gives it). "
+            "Taken as one user they would not be protected one by one: leave their examples out, or number these users, too."
+        )
+    return found
