@@ -145,7 +145,8 @@ def follow(
         return UnitData(None)
     found = {rule(call, tensor, axis) for tensor, axis in placed}
     lost = None in found
-    combined = next((axis for axis in found if isinstance(axis, Mixed)), None)
+    combinations = sorted((axis for axis in found if isinstance(axis, Mixed)), key=_is_linear)
+    combined = combinations[0] if combinations else None  # one that is not linear, if there is any
     axes = {axis for axis in found if isinstance(axis, UnitAxis) and axis.fits(out.shape, units)}
     if combined is not None:
         if out.requires_grad and combined.operation not in _LINEAR_REDUCTIONS and units > 1:
@@ -168,6 +169,12 @@ def follow(
 _LINEAR_REDUCTIONS = {"sum", "mean"}
 _LINEAR_ON_MIXED = {"add", "radd", "sub", "rsub", "neg", "sum", "mean", "stack", "cat", "clone", "detach", "to", "float",
                     "double", "squeeze", "unsqueeze", "reshape", "view", "flatten", "getitem", "expand"}  # fmt: skip
+
+
+def _is_linear(mixed: Mixed) -> bool:
+    return mixed.operation in _LINEAR_REDUCTIONS
+
+
 _DIVISION = {"div", "truediv", "divide", "true_divide"}
 
 
@@ -328,6 +335,16 @@ def _loss(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None
     if reduction != "none":
         return Mixed("mean" if _counts_everything(call) else "a mean over valid positions")
     return axis if axis == UnitAxis(0) and call.out.ndim and call.out.shape[0] == source.shape[0] else None
+
+
+@_rule("table_softmax_loss", joint=True)
+def _table_softmax_loss(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    return axis if axis == UnitAxis(0) else Mixed(call.name)
+
+
+@_rule("sequence_loss", joint=True)
+def _sequence_loss(call: Call, source: Tensor, axis: UnitAxis) -> Mixed:
+    return Mixed("mean" if axis == UnitAxis(0) else "a mean over valid positions")
 
 
 def _counts_everything(call: Call) -> bool:

@@ -6,6 +6,7 @@ Every use addresses a contiguous block of its parameter W, in row-major order fr
   weight[n] * grad[source[n]] at row ids[n].
 - `Linear`: the block as a matrix (O, I). Unit b's gradient is the sum over positions p of grad[b,p] outer inputs[b,p].
 - `Built`: unit b's gradient on the block is written out, values[b].
+- `Softmax`: the block as logits of a softmax over its rows; a `Linear` whose grad is computed anew when it is needed.
 
 A parameter's per-unit gradient is the sum of its uses, and its squared norm the sum of their pairwise inner products
 (ghost clipping; DPFormer's Claim 4.1 for tied embeddings is the Lookup x Linear case). No tensor of size
@@ -14,17 +15,21 @@ units x rows x dim is formed for a table.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from sparsedp.capture.kernels import squared_rows
+from sparsedp.capture.kernels import group, squared_rows, squared_sums
+from sparsedp.capture.lengths import is_range, places_of, units_by_length
+from sparsedp.capture.products import chunks, inner_products, squared_products
+from sparsedp.capture.softmax import Softmax, merge_softmaxes
 
 # Elements that a temporary of the norm computation may have; larger ones are computed for some units at a time.
 _TEMPORARY = 1 << 24
+# Elements of a matrix up to which its gradient may be written out for every unit.
+_SMALL = 1 << 16
 
 
 class RowSparse(NamedTuple):
@@ -47,6 +52,17 @@ class Lookup:
         """The gradient of each position, (N, d)."""
         values = self.grad if self.source is None else self.grad[self.source]
         return values if self.weight is None else values * self.weight[:, None]
+
+    def taken(self, at: Tensor) -> Tensor:
+        """The gradient of some positions, (n, d)."""
+        values = self.grad[at if self.source is None else self.source[at]]
+        return values if self.weight is None else values * self.weight[at, None]
+
+    def squares(self, known: RowNorms) -> Tensor:
+        """The squared norm of each position's gradient, (N,), float64."""
+        found = known.squared(self.grad)
+        found = found if self.source is None else found[self.source]
+        return found if self.weight is None else found * self.weight.double().square()
 
     def weighted(self, factors: Tensor) -> Tensor:
         """The gradient of each position times the factor of its unit, (N, d)."""
@@ -84,7 +100,7 @@ class Built:
         return self.offset, self.offset + self.values.shape[1]
 
 
-Use = Lookup | Linear | Built
+Use = Lookup | Linear | Built | Softmax
 
 
 @dataclass
@@ -94,6 +110,7 @@ class ParameterUses:
     lookups: list[Lookup]
     linears: list[Linear]
     builts: list[Built]
+    softmaxes: list[Softmax] = field(default_factory=list)
 
     @staticmethod
     def of(uses: list[Use]) -> ParameterUses:
@@ -101,7 +118,25 @@ class ParameterUses:
             [use for use in uses if isinstance(use, Lookup)],
             _merge_linears([use for use in uses if isinstance(use, Linear)]),
             _merge_builts([use for use in uses if isinstance(use, Built)]),
+            merge_softmaxes([use for use in uses if isinstance(use, Softmax)]),
         )
+
+    def written_out(self) -> ParameterUses:
+        """Linear uses of a small matrix at many positions become `Built`, which is smaller; norm and sum share the work.
+
+        For the uses that sums are made of as well, so that both see the same rounded numbers.
+        """
+        small = [linear for linear in self.linears if _is_smaller_built(linear)]
+        if not small:
+            return self
+        kept = [linear for linear in self.linears if not _is_smaller_built(linear)]
+        builts = _merge_builts([*self.builts, *(linear.build() for linear in small)])
+        return replace(self, linears=kept, builts=builts)
+
+    @property
+    def whole(self) -> bool:
+        """Whether there are other uses than lookups: of a table, all of its rows are in use then."""
+        return bool(self.linears or self.builts or self.softmaxes)
 
     def squared_norms(self, units: int, known: RowNorms | None = None) -> Tensor:
         """Squared norm of each unit's gradient, (B,), never below the true one by more than rounding.
@@ -111,25 +146,30 @@ class ParameterUses:
         Where uses can cancel, rounding grows with the terms and not with the result. The slack, a multiple of the
         squared sum of the terms' norms, keeps a unit whose large terms cancel from passing as small.
         """
-        pieces: list[Use] = [*self.linears, *self.builts]
+        pieces: list[Use] = [*self.linears, *self.builts, *self.softmaxes]
         if self.lookups:
             pieces.append(merge_lookups(self.lookups))
-        total = _own_square(pieces[0], units, RowNorms() if known is None else known)
+        known = RowNorms() if known is None else known
+        total = _own_square(pieces[0], units, known)
         if len(pieces) == 1 and not _can_cancel(pieces[0]):
             return total
-        reach = _reach(pieces[0], units)
+        reach = _reach(pieces[0], units, known)
         for index, piece in enumerate(pieces[1:], 1):
-            total = total + _inner(piece, piece, units)
-            reach = reach + _reach(piece, units)
+            total = total + _inner(piece, piece, units, known)
+            reach = reach + _reach(piece, units, known)
             for other in pieces[:index]:
-                total = total + 2 * _inner(piece, other, units)
-        return total.double().clamp_min(0) + _slack(pieces) * reach.square()
+                total = total + 2 * _inner(piece, other, units, known)
+        found = total.double().clamp_min(0) + slack(pieces) * reach.square()
+        for softmax in self.softmaxes:
+            found = (found.sqrt() + softmax.drift()).square()
+        return found
 
     def weighted_sum(self, factors: Tensor, shape: torch.Size) -> Tensor | RowSparse:
         """The sum over units of factor times gradient; row-sparse if there are lookups only."""
-        if not self.linears and not self.builts:
+        if not self.whole:
             return self._weighted_rows(factors)
-        first = self.linears[0].grad if self.linears else self.builts[0].values
+        pieces: list[Use] = [*self.linears, *self.builts, *self.softmaxes]
+        first = _values(pieces[0])
         dense = first.new_zeros(shape)
         self.add_weighted_sum(dense, factors)
         return dense
@@ -150,6 +190,8 @@ class ParameterUses:
         for built in self.builts:
             start, stop = built.span
             flat[start:stop].addmv_(built.values.mT, factors.to(built.values.dtype))
+        for softmax in self.softmaxes:
+            softmax.add_weighted_sum(flat.view(-1, softmax.width), factors)
 
     def _weighted_rows(self, factors: Tensor) -> RowSparse:
         ids = _cat([lookup.ids for lookup in self.lookups])
@@ -175,11 +217,11 @@ class ParameterUses:
             unseen = hidden(first // width, (last - 1) // width + 1).repeat_interleave(width)
             start = first - first // width * width
             builts.append(replace(built, values=built.values.masked_fill(unseen[start : start + last - first], 0)))
-        return ParameterUses(lookups, linears, builts)
+        return ParameterUses(lookups, linears, builts, [softmax.restricted(rows) for softmax in self.softmaxes])
 
     def touched_rows(self, count: int) -> Tensor:
         """The distinct rows in use, ascending: those of the lookups; all `count` of them if the table is used whole."""
-        if self.linears or self.builts:
+        if self.whole:
             return torch.arange(count)
         rows = torch.unique(_cat([lookup.ids for lookup in self.lookups]))
         return rows[1:] if rows.numel() and int(rows[0]) < 0 else rows
@@ -232,11 +274,17 @@ def _merge_linears(linears: list[Linear]) -> list[Linear]:
     for linear in linears:
         groups.setdefault((linear.offset, linear.inputs.shape[2], linear.grad.shape[2]), []).append(linear)
     return [
-        group[0]
-        if len(group) == 1
-        else Linear(torch.cat([l.inputs for l in group], 1), torch.cat([l.grad for l in group], 1), group[0].offset)
-        for group in groups.values()
+        same[0]
+        if len(same) == 1
+        else Linear(torch.cat([l.inputs for l in same], 1), torch.cat([l.grad for l in same], 1), same[0].offset)
+        for same in groups.values()
     ]
+
+
+def _is_smaller_built(linear: Linear) -> bool:
+    _, positions, width = linear.inputs.shape
+    height = linear.grad.shape[2]
+    return width * height <= min(_SMALL, positions * (width + height))
 
 
 def _merge_builts(builts: list[Built]) -> list[Built]:
@@ -251,17 +299,19 @@ def _can_cancel(piece: Use) -> bool:
     """Whether terms of one unit are added up, so that large ones may cancel."""
     if isinstance(piece, Linear):
         return piece.inputs.shape[1] > 1
-    return isinstance(piece, Lookup) and not piece.one_each
+    return isinstance(piece, Softmax) or (isinstance(piece, Lookup) and not piece.one_each)
 
 
-def _slack(pieces: list[Use]) -> float:
-    dtype = pieces[0].values.dtype if isinstance(pieces[0], Built) else pieces[0].grad.dtype
-    return 16 * torch.finfo(dtype).eps
+def slack(pieces: list[Use]) -> float:
+    """What the squared sum of the terms' norms is multiplied by; see `ParameterUses.squared_norms`."""
+    return 16 * torch.finfo(_values(pieces[0]).dtype).eps
 
 
-def _norm(x: Tensor) -> Tensor:
-    """Norm of each row, in float64."""
-    return squared_rows(x).sqrt()
+def _values(piece: Use) -> Tensor:
+    """A tensor of the use's type and device."""
+    if isinstance(piece, Softmax):
+        return piece.hidden
+    return piece.values if isinstance(piece, Built) else piece.grad
 
 
 class RowNorms:
@@ -282,45 +332,34 @@ def _per_unit(values: Tensor, units: Tensor, count: int) -> Tensor:
     return values.new_zeros(count).index_add_(0, units, values)
 
 
-def _reach(piece: Use, units: int) -> Tensor:
+def _reach(piece: Use, units: int, known: RowNorms) -> Tensor:
     """The sum of the norms of a piece's terms, (B,): what rounding errors are proportional to."""
     if isinstance(piece, Linear):
-        return (_norm(piece.inputs) * _norm(piece.grad)).sum(1)
+        return (known.squared(piece.inputs) * known.squared(piece.grad)).sqrt().sum(1)
     if isinstance(piece, Built):
-        return _norm(piece.values)
-    norms = _norm(piece.grad)
+        return known.squared(piece.values).sqrt()
+    if isinstance(piece, Softmax):
+        return piece.reach()
+    norms = known.squared(piece.grad).sqrt()
     norms = norms if piece.source is None else norms[piece.source]
     norms = norms if piece.weight is None else norms * piece.weight.abs().double()
     return _per_unit(norms.masked_fill(piece.ids < 0, 0), piece.units, units)
-
-
-def _coalesce(lookup: Lookup) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct (unit, row) keys of the positions: the index of each position's key, and the keys' units and rows.
-
-    Padding (-1) is a row of its own; whoever uses the result leaves it out.
-    """
-    width = (int(lookup.ids.max()) if lookup.ids.numel() else 0) + 2
-    keys, inverse = torch.unique(lookup.units * width + (lookup.ids + 1), return_inverse=True)
-    return inverse, keys // width, keys % width - 1
 
 
 def _lookup_norms(lookup: Lookup, units: int) -> Tensor:
     """Squared norms of lookups: equal ids of a unit are added up first."""
     if lookup.one_each:
         return squared_rows(lookup.grad).masked_fill(lookup.ids < 0, 0)
-    inverse, key_units, key_rows = _coalesce(lookup)
-    if lookup.source is not None and lookup.grad.shape[0] == units:
+    width = (int(lookup.ids.max()) if lookup.ids.numel() else 0) + 2
+    keys, begin, order = group(lookup.units * width + (lookup.ids + 1))
+    key_units, key_rows = keys // width, keys % width - 1  # padding (-1) is a row of its own, which is left out
+    if lookup.source is not None and lookup.source is lookup.units and lookup.grad.shape[0] == units:
         # One bag per unit: every row gets a multiple of the same gradient, so only the multiples are added up.
-        weight = lookup.weight if lookup.weight is not None else lookup.grad.new_ones(lookup.ids.shape)
-        multiples = weight.new_zeros(key_rows.numel()).index_add_(0, inverse, weight)
-        squares = multiples.double().square().masked_fill(key_rows < 0, 0)
+        multiples = lookup.grad.new_ones(lookup.ids.shape) if lookup.weight is None else lookup.weight
+        squares = squared_sums(begin, order, multiples[:, None], None, None).masked_fill_(key_rows < 0, 0)
         return _per_unit(squares, key_units, units) * squared_rows(lookup.grad)
-    if key_rows.numel() == lookup.ids.numel():  # nothing repeats
-        squares = squared_rows(lookup.positions()).masked_fill(lookup.ids < 0, 0)
-        return _per_unit(squares, lookup.units, units)
-    positions = lookup.positions().double()
-    rows = positions.new_zeros(key_rows.numel(), positions.shape[1]).index_add_(0, inverse, positions)
-    return _per_unit(squared_rows(rows).masked_fill(key_rows < 0, 0), key_units, units)
+    squares = squared_sums(begin, order, lookup.grad, lookup.source, lookup.weight)
+    return _per_unit(squares.masked_fill_(key_rows < 0, 0), key_units, units)
 
 
 def _own_square(piece: Use, units: int, known: RowNorms) -> Tensor:
@@ -331,18 +370,22 @@ def _own_square(piece: Use, units: int, known: RowNorms) -> Tensor:
         return known.squared(piece.grad).masked_fill(piece.ids < 0, 0)
     if isinstance(piece, Linear) and piece.inputs.shape[1] == 1:
         return known.squared(piece.inputs[:, 0]) * known.squared(piece.grad[:, 0])
-    return _inner(piece, piece, units)
+    return _inner(piece, piece, units, known)
 
 
-def _inner(one: Use, other: Use, units: int) -> Tensor:
+def _inner(one: Use, other: Use, units: int, known: RowNorms) -> Tensor:
     """Inner product of two uses' gradients, for each unit, (B,)."""
     if isinstance(one, Lookup):
         # All lookups were merged into one, so two of them are one with itself.
         return _lookup_norms(one, units) if isinstance(other, Lookup) else _lookup_inner(one, other, units)
     if isinstance(other, Lookup):
         return _lookup_inner(other, one, units)
+    if isinstance(one, Softmax):
+        return one.squared_norms() if one is other else _softmax_inner(one, other, units)
+    if isinstance(other, Softmax):
+        return _softmax_inner(other, one, units)
     if isinstance(one, Linear) and isinstance(other, Linear):
-        return _linear_inner(one, other)
+        return _linear_inner(one, other, known)
     if isinstance(one, Built) and isinstance(other, Built):
         return _built_inner(one, other)
     linear, built = (one, other) if isinstance(one, Linear) else (other, one)
@@ -350,15 +393,8 @@ def _inner(one: Use, other: Use, units: int) -> Tensor:
     return _built_inner(linear.build(), built)
 
 
-def _chunks(units: int, elements_per_unit: int) -> Iterator[slice]:
-    size = max(1, _TEMPORARY // max(1, elements_per_unit))
-    for start in range(0, units, size):
-        yield slice(start, min(units, start + size))
-
-
-def _linear_inner(one: Linear, other: Linear) -> Tensor:
-    batch, p, width = one.inputs.shape
-    q = other.inputs.shape[1]
+def _linear_inner(one: Linear, other: Linear, known: RowNorms) -> Tensor:
+    batch, _, width = one.inputs.shape
     if batch == 0:
         return one.grad.new_zeros(0)
     if width != other.inputs.shape[2] or (one.offset - other.offset) % width:
@@ -366,34 +402,40 @@ def _linear_inner(one: Linear, other: Linear) -> Tensor:
     start, stop = max(one.rows[0], other.rows[0]), min(one.rows[1], other.rows[1])
     if start >= stop:
         return one.grad.new_zeros(batch)
+    same = one is other
+    if one.inputs.dtype != torch.float64 and (_out_of_range(one, known) or (not same and _out_of_range(other, known))):
+        # Products of four numbers: beyond float32's range, although each of them is within.
+        one = Linear(one.inputs.double(), one.grad.double(), one.offset)
+        other = one if same else Linear(other.inputs.double(), other.grad.double(), other.offset)
+    if same:
+        return squared_products(one.inputs, one.grad, _TEMPORARY)
     g = one.grad[:, :, start - one.rows[0] : stop - one.rows[0]]
     h = other.grad[:, :, start - other.rows[0] : stop - other.rows[0]]
-    size = width * (stop - start)
-    if one.inputs.dtype != torch.float64 and _out_of_range(one, other):
-        # Products of four numbers: beyond float32's range, although each of them is within.
-        one, other = (Linear(l.inputs.double(), l.grad.double(), l.offset) for l in (one, other))
-        return _linear_inner(one, other)
-    if p * q * (width + stop - start) <= (p + q) * size:
-        parts = [
-            ((one.inputs[s] @ other.inputs[s].mT) * (g[s] @ h[s].mT)).sum((1, 2)).double()
-            for s in _chunks(batch, 2 * p * q)
-        ]
-    else:
-        parts = []
-        for s in _chunks(batch, 2 * size):
-            mine = g[s].mT @ one.inputs[s]
-            theirs = mine if one is other else h[s].mT @ other.inputs[s]
-            parts.append((mine * theirs).sum((1, 2)))
-    return _cat(parts)
+    return inner_products(one.inputs, g, other.inputs, h, _TEMPORARY)
 
 
-def _out_of_range(*linears: Linear) -> bool:
+def _softmax_inner(softmax: Softmax, other: Linear | Built | Softmax, units: int) -> Tensor:
+    """With other whole uses of the table, which is rare: the logits' gradient is written out for some units at a time."""
+    parts = []
+    positions, offset = softmax.hidden.shape[1], softmax.first * softmax.width
+    for s in chunks(units, positions * softmax.table().shape[0], _TEMPORARY):
+        mine: Use = Linear(softmax.hidden[s], softmax.dense(s), offset)
+        if isinstance(other, Softmax):
+            theirs: Use = Linear(other.hidden[s], other.dense(s), other.first * other.width)
+        elif isinstance(other, Linear):
+            theirs = Linear(other.inputs[s], other.grad[s], other.offset)
+        else:
+            theirs = Built(other.values[s], other.offset)
+        parts.append(_inner(mine, theirs, s.stop - s.start, RowNorms()).double())
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def _out_of_range(linear: Linear, known: RowNorms) -> bool:
     """Whether inputs or gradients are so large or small that products of four of them leave float32's range."""
-    for linear in linears:
-        for tensor in (linear.inputs, linear.grad):
-            largest = float(tensor.abs().amax()) if tensor.numel() else 1.0
-            if largest != 0 and not 1e-8 < largest < 1e8:
-                return True
+    for tensor in (linear.inputs, linear.grad):
+        largest = float(known.squared(tensor).amax()) if tensor.numel() else 1.0
+        if largest != 0 and not 1e-16 < largest < 1e16:
+            return True
     return False
 
 
@@ -405,27 +447,50 @@ def _built_inner(one: Built, other: Built) -> Tensor:
     return (a * other.values[:, start - other.offset : stop - other.offset]).sum(1)
 
 
-def _lookup_inner(lookup: Lookup, other: Linear | Built, units: int) -> Tensor:
+def _lookup_inner(lookup: Lookup, other: Linear | Built | Softmax, units: int) -> Tensor:
     positions = lookup.positions()
-    if isinstance(other, Linear) and (other.inputs.shape[2] != positions.shape[1] or other.offset % positions.shape[1]):
-        other = other.build()
-    if isinstance(other, Linear):
-        first, last = other.rows
-        inside = ((lookup.ids >= first) & (lookup.ids < last)).nonzero().squeeze(1)
-        rows, whose, values = lookup.ids[inside] - first, lookup.units[inside], positions[inside]
-        parts = []
-        for s in _chunks(rows.numel(), other.inputs.shape[1] * (positions.shape[1] + 1)):
-            # grad[b, m, id_n] * (g_n . a[b, m]) summed over the m positions of the linear use
-            weights = other.grad[whose[s], :, rows[s]]
-            parts.append((weights * torch.einsum("nd,nmd->nm", values[s], other.inputs[whose[s]])).sum(1))
-        dots = torch.cat(parts) if parts else values.new_zeros(0)
-        return _per_unit(dots, whose, units)
-    # Elements of the built block that each position's row covers; the rest of the row is outside the block.
     width = positions.shape[1]
+    if isinstance(other, Linear) and (other.inputs.shape[2] != width or other.offset % width):
+        other = other.build()
+    if isinstance(other, (Linear, Softmax)):
+        return _tied_inner(lookup, positions, other, units)
+    # Elements of the built block that each position's row covers; the rest of the row is outside the block.
     columns = lookup.ids[:, None] * width + torch.arange(width, device=lookup.ids.device) - other.offset
     outside = (columns < 0) | (columns >= other.values.shape[1]) | (lookup.ids < 0)[:, None]
     facing = other.values[lookup.units[:, None], columns.masked_fill(outside, 0)].masked_fill(outside, 0)
     return _per_unit((facing * positions).sum(1), lookup.units, units)
+
+
+def _tied_inner(lookup: Lookup, values: Tensor, other: Linear | Softmax, units: int) -> Tensor:
+    """Sum over l, m of G[m, id_l] (g_l . a_m): the last term of DPFormer's Claim 4.1. `values` (N, d) are the g_l."""
+    inputs = other.inputs if isinstance(other, Linear) else other.hidden
+    lengths, places = places_of(lookup.units, units)
+    begin = lengths.cumsum(0) - lengths
+    total = torch.zeros(units, dtype=torch.float64, device=values.device)
+    for whose, n in units_by_length(lengths, 3 * inputs.shape[1] + 2 * values.shape[1], _TEMPORARY):
+        own: Tensor | slice = slice(int(whose[0]), int(whose[-1]) + 1) if is_range(whose) else whose
+        step = torch.arange(n, device=places.device)
+        missing = step >= lengths[whose, None]
+        at = places[(begin[whose, None] + step).masked_fill(missing, 0)]
+        ids = lookup.ids[at].masked_fill(missing, -1)
+        dots = inputs[own] @ values[at].mT  # (u, P, n)
+        total[whose] = (_facing(other, own, ids) * dots).sum((1, 2)).double()
+    return total
+
+
+def _facing(use: Linear | Softmax, units: Tensor | slice, ids: Tensor) -> Tensor:
+    """G[b, p, id] for units (u,) and rows of the table, ids (u, n): (u, P, n); 0 for rows that the use does not have."""
+    if isinstance(use, Softmax):
+        return use.at(units, ids)
+    first, last = use.rows
+    outside = ((ids < first) | (ids >= last))[:, None, :]
+    columns = (ids[:, None, :] - first).masked_fill(outside, 0)
+    if isinstance(units, slice):
+        grad = use.grad[units]
+        found = grad.gather(2, columns.expand(-1, grad.shape[1], -1))
+    else:  # not grad[units]: that would copy all of these units' gradients
+        found = use.grad[units[:, None, None], torch.arange(use.grad.shape[1], device=ids.device)[:, None], columns]
+    return found.masked_fill(outside, 0)
 
 
 def _add_weighted_product(out: Tensor, linear: Linear, factors: Tensor) -> None:

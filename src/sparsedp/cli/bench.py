@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sparsedp.cli import benchlazydp
+from sparsedp.cli import benchlazydp, benchtied
 
 MODELS = ("mlp", "pctr")
 
@@ -40,10 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "lazydp", help="DLRM under SGD, DP-SGD(B, R, F), LazyDP, EANA and AdaFEST (LazyDP's figures 10, 11, 13 and 14)"
     )
     benchlazydp.add_arguments(lazydp)
+    tied = kinds.add_parser("tied", help="a Transformer with tied item tables, private and not (DPFormer's figure 3)")
+    benchtied.add_arguments(tied)
     noise = kinds.add_parser("noise", help="normal numbers from ChaCha8 against torch's own")
     noise.add_argument("--size", type=int, action="append", help="numbers to draw; may be repeated")
     noise.add_argument("--repeats", type=int, default=20, help="repeats of each variant (default: %(default)s)")
-    for kind in (step, vocabulary, lazydp, noise):
+    for kind in (step, vocabulary, lazydp, tied, noise):
         kind.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
 
 
@@ -56,6 +58,8 @@ def run(args: argparse.Namespace) -> int:
         _show_step(console, result)
     elif args.what == "lazydp":
         result = benchlazydp.run(args, console)
+    elif args.what == "tied":
+        result = benchtied.run(args, console)
     elif args.what == "noise":
         from sparsedp.bench.noise import SIZES as NUMBERS
         from sparsedp.bench.noise import bench_noise

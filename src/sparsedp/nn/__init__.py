@@ -1,8 +1,9 @@
 """Layers that stand in for stock ones whose fused kernels hide uses, or which do not go with sparse mechanisms."""
 
-from sparsedp.nn.candidates import CandidateSampler, candidate_loss, candidate_scores
+from sparsedp.nn.candidates import CandidateSampler, binary_candidate_loss, candidate_loss, candidate_scores
 from sparsedp.nn.fallback import FallbackEmbedding, FallbackEmbeddingBag
 from sparsedp.nn.recurrent import GRU, LSTM
+from sparsedp.nn.softmax import sequence_loss, table_softmax_loss
 
 __all__ = [
     "GRU",
@@ -10,6 +11,9 @@ __all__ = [
     "CandidateSampler",
     "FallbackEmbedding",
     "FallbackEmbeddingBag",
+    "binary_candidate_loss",
     "candidate_loss",
     "candidate_scores",
+    "sequence_loss",
+    "table_softmax_loss",
 ]

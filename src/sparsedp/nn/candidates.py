@@ -18,6 +18,7 @@ import math
 import os
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsedp.errors import SparseDPError
@@ -104,7 +105,19 @@ def candidate_loss(scores: Tensor, valid: Tensor | None = None) -> Tensor:
 
     `valid`, (units, ...) bool, says which positions count; a unit without any has loss 0.
     """
-    losses = -scores.log_softmax(-1)[..., 0]
+    return _mean_of_units(-scores.log_softmax(-1)[..., 0], valid)
+
+
+def binary_candidate_loss(scores: Tensor, valid: Tensor | None = None) -> Tensor:
+    """-log sigmoid(target's score) - sum over negatives of log(1 - sigmoid(score)) (SASRec, Kang and McAuley 2018, eq. 6).
+
+    Scores, `valid` and means are as in `candidate_loss`. A negative with score -infinity, one that is the target, adds 0.
+    """
+    return _mean_of_units(F.softplus(-scores[..., 0]) + F.softplus(scores[..., 1:]).sum(-1), valid)
+
+
+def _mean_of_units(losses: Tensor, valid: Tensor | None) -> Tensor:
+    """The mean over units of each one's own mean over its positions, (units, ...)."""
     counted = torch.ones_like(losses) if valid is None else valid.to(losses.dtype)
     losses, counted = losses[:, None].flatten(1), counted[:, None].flatten(1)
     return ((losses * counted).sum(1) / counted.sum(1).clamp_min(1)).mean()

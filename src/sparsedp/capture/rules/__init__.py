@@ -11,7 +11,7 @@ from typing import Any
 
 from sparsedp.capture.capture import Capture
 from sparsedp.capture.expressions import Expression
-from sparsedp.capture.rules import composite, convolution, elementwise, linear, lookups, normalisation
+from sparsedp.capture.rules import composite, convolution, elementwise, linear, lookups, normalisation, softmax
 from sparsedp.capture.rules.lookups import public_ids
 from sparsedp.capture.rules.registry import RULES, NotThisForm
 from sparsedp.capture.rules.unit_by_unit import unit_by_unit
@@ -25,6 +25,7 @@ __all__ = [
     "normalisation",
     "public_ids",
     "run_use",
+    "softmax",
 ]
 
 

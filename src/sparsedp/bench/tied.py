@@ -1,0 +1,333 @@
+"""`sparsedp bench tied`: a step of a causal Transformer whose item table also scores all items (DPFormer, section 4.2, figure 3).
+
+With and without privacy, over vocabularies and lengths: time, stages, memory, and the largest batch that fits.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from scipy.stats import norm
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from sparsedp.accounting import split_multiplier
+from sparsedp.bench.ghost import Batch, add_ghost, add_unit_gradients, dense_step, unit_losses
+from sparsedp.bench.lazydp import available_memory
+from sparsedp.bench.timing import Stopwatch, interleaved, machine, peak_memory, ratio
+from sparsedp.engine import PrivacyEngine
+from sparsedp.errors import SparseDPError
+from sparsedp.mechanisms import DPSGD, AdaFEST, LazyDP, Mechanism
+from sparsedp.models import DPFormer
+from sparsedp.nn import CandidateSampler, candidate_loss, sequence_loss
+from sparsedp.sampling import BatchInfo
+
+VARIANTS = {
+    "plain": "PyTorch",
+    "plain_chunked": "PyTorch, table_softmax_loss",
+    "logits": "SparseDP, full logits",
+    "softmax": "SparseDP, table_softmax_loss",
+    "adafest": "SparseDP, candidates, AdaFEST",
+    "lazydp": "SparseDP, candidates, LazyDP",
+    "per_example": "per-example gradients",
+    "ghost": "ghost clipping, not tied",
+}
+SLOW = frozenset({"per_example", "ghost"})
+# In the order of a step, for tables and plots.
+STAGES = (
+    "candidates", "forward", "backward", "collect", "selection", "noise", "unit gradients", "norms", "sums", "update"
+)  # fmt: skip
+DIM, BLOCKS = 64, 2  # DPFormer, appendix E.2
+NEGATIVES = 20
+WARMUP = 1
+_MOST = 1 << 28  # elements that the baselines' temporaries may have when they are timed
+_ADAFEST_RATIO = 5.0
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a step is measured at."""
+
+    items: int = 3400
+    length: int = 100
+    batch: int = 64
+    filled: float = 1.0  # the share of positions that are not padding, from 0.5 to 1
+
+    def __str__(self) -> str:
+        return f"{self.items} items, length {self.length}, batch {self.batch}, {100 * self.filled:g} % filled"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """One quantity that is varied while the others stay as they are."""
+
+    title: str
+    values: Callable[[Setting], Iterable[Setting]]
+
+
+QUANTITIES = {
+    "items": Quantity("Vocabulary", lambda s: [replace(s, items=n) for n in (1000, 3400, 10_000, 30_000)]),
+    "length": Quantity("Length of a sequence", lambda s: [replace(s, length=n) for n in (20, 50, 100, 200)]),
+    "filled": Quantity("Positions that are not padding", lambda s: [replace(s, filled=f) for f in (0.5, 1.0)]),
+}
+
+
+# ---------------------------------------------------------------------- the model and its batches
+
+
+def draw_batch(setting: Setting) -> tuple[Tensor, Tensor]:
+    """Histories and targets, (batch, length), padded with 0 on the right: items are as popular as rank^-1.
+
+    Lengths are uniform, from (2 filled - 1) times the full one to the full one.
+    """
+    popularity = torch.arange(1, setting.items + 1, dtype=torch.float64).reciprocal()
+    drawn = 1 + torch.multinomial(popularity, setting.batch * (setting.length + 1), replacement=True)
+    drawn = drawn.view(setting.batch, setting.length + 1)
+    shortest = max(1, round((2 * setting.filled - 1) * setting.length))
+    lengths = torch.randint(shortest, setting.length + 1, (setting.batch, 1))
+    behind = torch.arange(setting.length) >= lengths
+    return drawn[:, :-1].masked_fill(behind, 0), drawn[:, 1:].masked_fill(behind, 0)
+
+
+def make_model(setting: Setting, tied: bool = True) -> DPFormer:
+    return DPFormer(setting.items, setting.length, DIM, BLOCKS, dropout=0.0, tied=tied)
+
+
+# ---------------------------------------------------------------------- the variants
+
+
+@dataclass(frozen=True)
+class Variant:
+    step: Callable[[], None]
+    watch: Stopwatch
+
+
+def make_variant(name: str, setting: Setting, batch: Batch, most: int = _MOST) -> Variant:
+    watch = Stopwatch()
+    if name in SLOW:
+        module = make_model(setting, tied=name != "ghost")
+        return Variant(
+            dense_step(module, add_ghost if name == "ghost" else add_unit_gradients, batch, watch, most), watch
+        )
+    module = make_model(setting)
+    if name.startswith("plain"):
+        return Variant(_plain_step(module, _LOSSES[name], batch, watch), watch)
+    mechanism = _mechanism(name, setting)
+    loss = _candidates(setting, watch) if name in ("adafest", "lazydp") else _LOSSES[name]
+    return Variant(_private_step(module, loss, batch, watch, setting.batch, mechanism), watch)
+
+
+_LOSSES: dict[str, Loss] = {
+    "plain": lambda module, history, target: unit_losses(module(history), target).mean(),
+    "plain_chunked": lambda module, history, target: module(history, target=target).mean(),
+    "logits": lambda module, history, target: sequence_loss(module(history), target),
+    "softmax": lambda module, history, target: module(history, target=target).mean(),
+}
+
+
+def _candidates(setting: Setting, watch: Stopwatch) -> Loss:
+    sampler = CandidateSampler(setting.items, NEGATIVES, shared=True)
+
+    def loss(module: nn.Module, history: Tensor, target: Tensor) -> Tensor:
+        with watch("candidates"):
+            drawn = sampler(target - 1) + 1  # 0 is padding
+        return candidate_loss(module(history, candidates=drawn), target != 0)
+
+    return loss
+
+
+def _mechanism(name: str, setting: Setting) -> Mechanism:
+    if name == "lazydp":
+        return LazyDP()
+    if name == "adafest":
+        # Untouched rows survive with the probability with which a unit's negatives touch them.
+        deviation = split_multiplier(1.0, _ADAFEST_RATIO)[0]
+        share = min(0.5, NEGATIVES / setting.items)
+        return AdaFEST(threshold=deviation * float(norm.isf(share)), noise_ratio=_ADAFEST_RATIO)
+    return DPSGD()
+
+
+def _plain_step(module: nn.Module, loss: Loss, batch: Batch, watch: Stopwatch) -> Callable[[], None]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+
+    def run() -> None:
+        optimizer.zero_grad()
+        with watch("forward"):
+            value = loss(module, *batch())
+        with watch("backward"):
+            value.backward()
+        with watch("update"):
+            optimizer.step()
+        watch.lap()
+
+    return run
+
+
+def _private_step(
+    module: nn.Module, loss: Loss, batch: Batch, watch: Stopwatch, units: int, mechanism: Mechanism
+) -> Callable[[], None]:
+    loader: Any = DataLoader(TensorDataset(torch.zeros(100 * units, 1)), batch_size=units)
+    module, optimizer, loader = PrivacyEngine().make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.01), data_loader=loader, noise_multiplier=1.0,
+        max_grad_norm=1.0, mechanism=mechanism,
+    )  # fmt: skip
+    optimizer.stage = watch
+    steps = iter(range(1 << 60))
+
+    def run() -> None:
+        loader.current = BatchInfo(units, units, True, True, next(steps))
+        optimizer.zero_grad()
+        with watch("forward"):
+            value = loss(module, *batch())
+        with watch("backward"):
+            value.backward()
+        optimizer.step()
+        watch.lap()
+
+    return run
+
+
+# ---------------------------------------------------------------------- measuring
+
+
+def stages_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """The stages that some of the rows have, in order."""
+    found = {stage for row in rows for stage in row["stages"]}
+    return [stage for stage in STAGES if stage in found]
+
+
+def bench_tied(
+    base: Setting,
+    *,
+    vary: Collection[str] = tuple(QUANTITIES),
+    variants: Collection[str] = tuple(VARIANTS),
+    repeats: int = 10,
+    slow_repeats: int = 2,
+    memory: bool = True,
+    gigabytes: float = 16.0,
+    say: Callable[[str], None] = lambda text: None,
+) -> dict[str, Any]:
+    """Times all variants in turns at the base setting and along each quantity of `vary`. Returns what `--json` writes.
+
+    `gigabytes` is the memory for which the largest batch is stated: 16 as in figure 3.
+    """
+    names = [name for name in VARIANTS if name == "plain" or name in variants]
+    varied: dict[Setting, list[str]] = {base: []}
+    for quantity in vary:
+        for setting in QUANTITIES[quantity].values(base):
+            varied.setdefault(setting, []).append(quantity)
+    rows: list[dict[str, Any]] = []
+    left_out = []
+    for number, (setting, along) in enumerate(varied.items(), 1):
+        gc.collect()
+        fitting = [name for name in names if _working(name, setting) <= available_memory()]
+        if missing := [name for name in names if name not in fitting]:
+            left_out.append({"setting": asdict(setting), "variants": missing, "reason": "too much memory or time"})
+        say(f"{number}/{len(varied)}  {setting}: {', '.join(fitting) or 'does not fit into memory'}")
+        if "plain" in fitting:
+            found = _measure(setting, fitting, repeats, slow_repeats)
+            rows += [{"setting": asdict(setting), "base": setting == base, "varied": along, **row} for row in found]
+    peaks = []
+    for name in {row["variant"]: None for row in rows if row["base"]} if memory else ():
+        say(f"memory: {name}")
+        peaks.append({"variant": name, **largest_batch(base, name, gigabytes)})
+    return {
+        "benchmark": "tied",
+        "base": asdict(base),
+        "dim": DIM,
+        "blocks": BLOCKS,
+        "negatives": NEGATIVES,
+        "gigabytes": gigabytes,
+        "machine": machine(),
+        "rows": rows,
+        "memory": peaks,
+        "left_out": left_out,
+    }
+
+
+def _working(name: str, setting: Setting) -> float:
+    """Bytes that a step needs, roughly. Ghost clipping counts as too much where a step would take minutes."""
+    logits = 4 * setting.batch * setting.length * setting.items
+    if name == "ghost":
+        products = 8 * setting.items**2
+        return float("inf") if setting.items > 10_000 else 4 * logits + max(4 * _MOST, products)
+    if name == "per_example":
+        return 4 * _MOST + 6 * logits
+    return 6 * logits
+
+
+def _measure(setting: Setting, names: Sequence[str], repeats: int, slow_repeats: int) -> list[dict[str, Any]]:
+    current = draw_batch(setting)
+
+    def renew() -> None:
+        nonlocal current
+        current = draw_batch(setting)
+
+    counts = {name: min(repeats, slow_repeats) if name in SLOW else repeats for name in names}
+    made = {name: make_variant(name, setting, lambda: current) for name in names}
+    timings = interleaved({name: variant.step for name, variant in made.items()}, counts, WARMUP, renew)
+    rows = []
+    for name, timing in timings.items():
+        row: dict[str, Any] = {"variant": name, "repeats": counts[name], **timing.to_dict()}
+        row["ratio_to_plain"] = ratio(timing, timings["plain"])
+        if "plain_chunked" in timings:
+            row["ratio_to_chunked"] = ratio(timing, timings["plain_chunked"])
+        row["stages"] = made[name].watch.stages
+        rows.append(row)
+    return rows
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def largest_batch(setting: Setting, variant: str, gigabytes: float) -> dict[str, Any]:
+    """The largest batch that fits: from a line through the peaks at some batch sizes, each in a process of its own.
+
+    The baselines work on the whole batch at once, as they do on an accelerator, and on smaller batches here.
+    """
+    sizes = [2, 4, 6] if variant in SLOW else [16, 32, 64]
+    peaks = [_peak_in_process(replace(setting, batch=size), variant) for size in sizes]
+    each, fixed = fit_line(sizes, peaks)
+    return {
+        "batches": sizes,
+        "bytes": peaks,
+        "bytes_each": each,
+        "bytes_fixed": fixed,
+        "largest_batch": int((gigabytes * 1e9 - fixed) // each) if each > 0 else None,
+    }
+
+
+def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """Slope and intercept of the least-squares line."""
+    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
+    slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
+    return slope, mean_y - slope * mean_x
+
+
+def _peak_in_process(setting: Setting, variant: str) -> int:
+    command = [sys.executable, "-m", "sparsedp.bench.tied", json.dumps(asdict(setting)), variant]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SparseDPError(f"Measuring the memory of {VARIANTS[variant]} failed: {done.stderr.strip()[-2000:]}")
+    return int(json.loads(done.stdout)["peak"])
+
+
+def _peak(setting: Setting, variant: str) -> int:
+    """Runs some steps; what the process took at most."""
+    batch = draw_batch(setting)
+    run = make_variant(variant, setting, lambda: batch, most=1 << 62).step
+    for _ in range(3):
+        run()
+    return peak_memory()
+
+
+if __name__ == "__main__":
+    print(json.dumps({"peak": _peak(Setting(**json.loads(sys.argv[1])), sys.argv[2])}))

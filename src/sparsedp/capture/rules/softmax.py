@@ -1,0 +1,51 @@
+"""`sparsedp.nn.table_softmax_loss`: a softmax over all rows of a table, whose logits are never kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from sparsedp.capture.capture import Capture
+from sparsedp.capture.expressions import Placed
+from sparsedp.capture.rules.registry import bind, rule
+from sparsedp.capture.softmax import Passed, Softmax, SoftmaxLoss, checked_targets
+from sparsedp.capture.tracking import UnitAxis
+
+
+@rule("table_softmax_loss")
+def _table_softmax_loss(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    bound = bind(("hidden", "weight", "target", "ignore"), args, kwargs)
+    hidden, target = bound["hidden"], bound["target"]
+    table = capture.expression(bound["weight"])
+    instead = "pass hidden (batch, length, dim) and target (batch, length), both computed from the batch"
+    if table is None or not capture.is_data(hidden) or not capture.is_data(target):
+        found = next(e for e in map(capture.expression, (bound["weight"], hidden)) if e is not None)
+        raise capture.refuse(name, found.names, "its hidden states or targets do not come from the batch", instead)
+    for what in (hidden, target):
+        if capture.axis(what, name, table.names) != UnitAxis(0):
+            raise capture.refuse(name, table.names, "units are not on axis 0 of its inputs", instead)
+    own = table.parameters[0][1]
+    weight = table.tensor.detach()
+    if not table.is_view or not weight.is_contiguous() or own.ndim != 2 or own.shape[1] != weight.shape[1]:
+        raise capture.refuse(
+            name, table.names, "the table is used through a computed copy or an unusual view",
+            "pass the parameter itself, or some of its rows, weight[a:b]",
+        )  # fmt: skip
+    wanted, left_out = checked_targets(target, weight.shape[0], bound.get("ignore", 0))
+    passed: list[Passed] = []
+    out = SoftmaxLoss.apply(hidden, weight, wanted, left_out, passed)
+    kept_hidden, kept_weight = capture.keep(hidden, name, table.names), capture.keep(weight, name, table.names)
+    first = table.offset // weight.shape[1]
+
+    def finish(grad: Tensor) -> Placed:
+        done = passed[0]
+        assert done.square is not None
+        states = kept_hidden.get().masked_fill((wanted < 0)[..., None], 0)
+        use = Softmax(
+            states, wanted, done.log_sum, done.scale * grad[:, None], kept_weight.get, first, left_out,
+            square=done.square * grad.double().square(), sizes=done.sizes,
+        )  # fmt: skip
+        return [(table.parameters[0][0], use)]
+
+    return capture.record(out, finish, UnitAxis(0))

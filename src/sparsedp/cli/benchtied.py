@@ -1,0 +1,129 @@
+"""`sparsedp bench tied`: its options, and its result as tables."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sparsedp.cli.benchlazydp import _milliseconds, _positive, _positive_number, _table
+from sparsedp.cli.progress import Lines
+from sparsedp.errors import SparseDPError
+
+# As in sparsedp.bench.tied, which is only loaded to measure.
+VARIED = ("items", "length", "filled")
+VARIANTS = ("plain_chunked", "logits", "softmax", "adafest", "lazydp", "per_example", "ghost")
+FULL = {"items": 3400, "length": 100, "batch": 64, "repeats": 10, "slow_repeats": 2}
+QUICK = {"items": 500, "length": 20, "batch": 16, "repeats": 3, "slow_repeats": 1}
+
+Row = dict[str, Any]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def default(key: str) -> str:
+        return f"(default: {FULL[key]}; {QUICK[key]} with --quick)"
+
+    parser.add_argument("--items", type=_positive, metavar="N", help=f"items in the vocabulary {default('items')}")
+    parser.add_argument("--length", type=_positive, metavar="N", help=f"positions of a sequence {default('length')}")
+    parser.add_argument("--batch", type=_positive, metavar="N", help=f"units in a batch {default('batch')}")
+    parser.add_argument("--repeats", type=_positive, metavar="N", help=f"repeats of a variant {default('repeats')}")
+    parser.add_argument(
+        "--slow-repeats", type=_positive, metavar="N",
+        help=f"of per-example gradients and ghost clipping {default('slow_repeats')}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--vary", choices=(*VARIED, "none"), action="append",
+        help="what to vary, one at a time (default: all; none with --quick); may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--variant", choices=VARIANTS, action="append",
+        help="what to compare with plain PyTorch (default: all); may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--gigabytes", type=_positive_number, default=16.0, metavar="GB",
+        help="memory that the largest batch is stated for (default: %(default)g)",
+    )  # fmt: skip
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes processes")
+    parser.add_argument("--quick", action="store_true", help="under a minute: small, few repeats, no memory")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots there; needs matplotlib")
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measures and shows; returns what `--json` writes."""
+    from sparsedp.bench.tied import Setting, bench_tied
+
+    if args.json is not None and not args.json.absolute().parent.is_dir():  # to know it after the run would be late
+        raise SparseDPError(f"There is no folder '{args.json.parent}' to write '{args.json.name}' into.")
+    if args.plots is not None:
+        try:
+            from sparsedp.report.tiedplots import write_tied_plots
+        except ImportError as error:
+            raise SparseDPError("--plots needs matplotlib: pip install 'sparsedp[plot]'") from error
+        args.plots.mkdir(parents=True, exist_ok=True)
+    chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
+    vary = args.vary or (("none",) if args.quick else VARIED)
+    result = bench_tied(
+        Setting(items=chosen["items"], length=chosen["length"], batch=chosen["batch"]),
+        vary=[name for name in VARIED if name in vary],
+        variants=args.variant or VARIANTS,
+        repeats=chosen["repeats"],
+        slow_repeats=chosen["slow_repeats"],
+        memory=not (args.no_memory or args.quick),
+        gigabytes=args.gigabytes,
+        say=Lines(Console(stderr=True)).say,
+    )
+    show(console, result)
+    if args.plots is not None:
+        console.print(f"plots in {args.plots}: {', '.join(write_tied_plots(result, args.plots))}", markup=False)
+    return result
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    from sparsedp.bench.tied import QUANTITIES, Setting, stages_of
+    from sparsedp.bench.tied import VARIANTS as NAMES
+
+    base = [row for row in result["rows"] if row["base"]]
+    if base:
+        console.print(f"Tied Transformer, {Setting(**result['base'])}", highlight=False)
+        peaks = {row["variant"]: row for row in result["memory"]}
+        fits = f"largest batch, {result['gigabytes']:g} GB"
+        heads = ("variant", "ms: best / median ± spread", "/ PyTorch", "of medians", "/ chunked", "MB per unit", fits)
+        table = _table("A step", heads)
+        for row in base:
+            peak = peaks.get(row["variant"], {})
+            chunked = row.get("ratio_to_chunked")
+            table.add_row(
+                NAMES[row["variant"]], _milliseconds(row), f"{row['ratio_to_plain']['best']:.2f}",
+                f"{row['ratio_to_plain']['median']:.2f}", "-" if chunked is None else f"{chunked['best']:.2f}",
+                f"{peak['bytes_each'] / 1e6:.2f}" if peak else "-", f"{peak['largest_batch'] or '-'}" if peak else "-",
+            )  # fmt: skip
+        console.print(table)
+        stages = _table("Where the time goes; best, ms", ("stage", *(NAMES[row["variant"]] for row in base)))
+        for stage in stages_of(base):
+            times = [row["stages"].get(stage) for row in base]
+            stages.add_row(stage, *("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in times))
+        console.print(stages)
+    for name, quantity in QUANTITIES.items():
+        along = [row for row in result["rows"] if name in row["varied"]]
+        if along:
+            console.print(_along(quantity.title, name, along, NAMES))
+    for gone in result["left_out"]:
+        names = ", ".join(NAMES[name] for name in gone["variants"])
+        console.print(f"Left out at {Setting(**gone['setting'])}, {gone['reason']}: {names}", markup=False)
+
+
+def _along(title: str, key: str, rows: list[Row], names: dict[str, str]) -> Table:
+    """Ratios to PyTorch at the same setting, one column for each setting, and PyTorch's own time."""
+    values = sorted({row["setting"][key] for row in rows})
+    table = _table(f"{title}: a step / PyTorch's, best", ("variant", *(f"{value:g}" for value in values)))
+    found = {(row["variant"], row["setting"][key]): row for row in rows}
+    for variant, name in names.items():
+        cells = [found.get((variant, value)) for value in values]
+        if variant == "plain":
+            table.add_row("PyTorch, ms", *("-" if row is None else f"{1e3 * row['best']:.1f}" for row in cells))
+        elif any(cells):
+            table.add_row(name, *("-" if row is None else f"{row['ratio_to_plain']['best']:.2f}" for row in cells))
+    return table
