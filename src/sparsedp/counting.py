@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -98,11 +97,15 @@ def glances(
     most = min(_CHUNK, loader.max_physical_batch or _CHUNK)
     most = min(most, chunk or most)
     data = loader.dataset
-    infos: Iterable[BatchInfo | None] = repeat(None)
+    infos: Iterable[BatchInfo]
     if loader.users is None:
         data = data if indices is None else Subset(data, indices.tolist())
-        how: dict[str, Any] = {"batch_size": min(most, len(data))}  # type: ignore[arg-type]
-        count = math.ceil(len(data) / how["batch_size"])  # type: ignore[arg-type]
+        size: int = len(data)  # type: ignore[arg-type]
+        most = min(most, size)
+        how: dict[str, Any] = {"batch_size": most}
+        count = math.ceil(size / most)
+        own = (min(most, size - first) for first in range(0, size, most))
+        infos = (BatchInfo(n, n, True, True, 0) for n in own)
     else:
         parts = list(_of_users(loader, np.arange(loader.dataset_size) if indices is None else indices, most))
         how = {"batch_sampler": (examples.tolist() for examples, _ in parts)}

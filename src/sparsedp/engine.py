@@ -20,7 +20,7 @@ from sparsedp.capture import Capture, RowSpace
 from sparsedp.check import CheckReport
 from sparsedp.clipping import Clipping, Style
 from sparsedp.counting import count_rows, glances
-from sparsedp.errors import SparseDPError, UnsupportedError
+from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.frequencies import FrequencyRelease, count_lookups
 from sparsedp.lazy.guard import guard, settle_before, unguard
 from sparsedp.mechanisms import DPSGD, Mechanism
@@ -396,6 +396,16 @@ class PrivacyEngine:
         """
         module, optimizer, loader = self._parts()
         state = checkpoint.load(path, self.plan, seed=self._seed)
+        if (
+            self.plan.frequencies is not None
+            and state.memory
+            and self.ledger.setups(None)
+            and state.mark not in self._marks
+        ):
+            raise CheckpointError(
+                "This engine has released frequencies already, and the checkpoint holds those of its run: both would have to "
+                "be paid for. Call load_checkpoint before release_frequencies or estimate_errors."
+            )
         with nullcontext() if optimizer.lazy is None else optimizer.lazy.replaced():
             # A checkpoint of the same run by another engine shares with this one what both of them read.
             common = None if state.mark in self._marks else self._read if state.run == self._run else Ledger()

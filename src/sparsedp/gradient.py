@@ -61,7 +61,9 @@ class NoisyGradient:
 
         `slots` are the places of the touched rows in the selection; the other uses must be restricted to it already.
         """
-        trained = {name: uses for name, uses in captured.uses.items() if name in self.values}  # not frozen since forward
+        trained = {
+            name: uses for name, uses in captured.uses.items() if name in self.values
+        }  # not frozen since forward
         looked_up = {name: self.values[name] for name in trained if name in touched.lookups}
         touched.add_weighted_sums(looked_up, slots, weights)
         for name, uses in trained.items():

@@ -25,6 +25,8 @@ from sparsedp.noise import PREPARATION, SELECTION, WAITING, GaussianNoise
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import BatchInfo
 
+_LARGEST = 1e30  # norm of a unit's gradient
+
 
 @dataclass(frozen=True)
 class TableStep:
@@ -381,11 +383,12 @@ class PrivateOptimizer(Optimizer):
                 mine.kept += float(own.sum())
             squares[name] = own
         total = torch.stack(list(squares.values())).sum(0)
-        if not torch.isfinite(total).all():
-            infinite = [name for name, own in squares.items() if not torch.isfinite(own).all()]
+        # Beyond this, a clip factor would be too small a number to be exact in float32.
+        if not (total < _LARGEST**2).all():
+            infinite = [name for name, own in squares.items() if not (own < _LARGEST**2).all()]
             raise NonFiniteGradientError(
-                f"The gradient of parameter '{(infinite or list(squares))[0]}' is NaN or infinite for some unit. The step "
-                "was not taken."
+                f"The gradient of parameter '{(infinite or list(squares))[0]}' is NaN, infinite or larger than "
+                f"{_LARGEST:g} for some unit. The step was not taken."
             )
         return total.sqrt() * self._scale(captured)
 

@@ -649,7 +649,15 @@ def _inactive(*_: Any) -> None:
     """Stands for a hook in a copy or a pickle of the module, which is not private any more."""
 
 
-class _Before:
+class _Unnamed:
+    """A hook. torch.jit.script asks for its name, and for nothing else that it could be told by."""
+
+    @property
+    def __name__(self) -> str:
+        raise _compilation()
+
+
+class _Before(_Unnamed):
     """Forward pre-hook; a class because a copied or pickled module must not carry the capture along."""
 
     def __init__(self, capture: Capture, name: str) -> None:
@@ -662,7 +670,7 @@ class _Before:
         return _return_inactive, ()
 
 
-class _After:
+class _After(_Unnamed):
     def __init__(self, capture: Capture) -> None:
         self.capture = capture
 
@@ -695,10 +703,14 @@ def _refuse_compilation() -> None:
     """torch.compile and torch.export call hooks while they trace, or with their callback in place where they gave up."""
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
     if torch.compiler.is_compiling() or torch._C._is_tracing() or callback not in (None, False):
-        raise UnsupportedError(
-            "torch.compile, torch.export and torch.jit hide the operations of a forward pass and take the weights along as "
-            "they are, so they do not work on a private module. engine.close() makes it an ordinary one, for which they do."
-        )
+        raise _compilation()
+
+
+def _compilation() -> UnsupportedError:
+    return UnsupportedError(
+        "torch.compile, torch.export and torch.jit hide the operations of a forward pass and take the weights along as "
+        "they are, so they do not work on a private module. engine.close() makes it an ordinary one, for which they do."
+    )
 
 
 def _refuse_surroundings() -> None:

@@ -15,6 +15,8 @@ from sparsedp.capture.kernels import squared_rows
 
 # Elements of sums that are written out for their norm alone: best if they stay in the processor's cache.
 WRITTEN = 1 << 20
+# Columns whose products are added up in float32: beyond, small ones would be lost beside large ones that cancel later.
+BLOCK = 128
 
 
 def chunks(units: int, elements_per_unit: int, temporary: int) -> Iterator[slice]:
@@ -29,8 +31,8 @@ def squared_products(inputs: Tensor, grad: Tensor, temporary: int) -> Tensor:
     height = grad.shape[2]
     total = torch.zeros(batch, dtype=torch.float64, device=grad.device)
     if p * (width + height) <= width * height:
-        for s in chunks(batch, 2 * p * p, temporary):
-            total[s] = ((inputs[s] @ inputs[s].mT) * (grad[s] @ grad[s].mT)).sum((1, 2))
+        for s in chunks(batch, 4 * p * p, temporary):
+            total[s] = (dots(inputs[s], inputs[s]) * dots(grad[s], grad[s])).sum((1, 2))
         return total
     for s, c in _written(batch, height, width, temporary):
         total[s] += squared_rows(grad[s, :, c].mT @ inputs[s]).sum(1)
@@ -43,12 +45,34 @@ def inner_products(inputs: Tensor, grad: Tensor, other_inputs: Tensor, other_gra
     q, height = other_inputs.shape[1], grad.shape[2]
     total = torch.zeros(batch, dtype=torch.float64, device=grad.device)
     if p * q * (width + height) <= (p + q) * width * height:
-        for s in chunks(batch, 2 * p * q, temporary):
-            total[s] = ((inputs[s] @ other_inputs[s].mT) * (grad[s] @ other_grad[s].mT)).sum((1, 2))
+        for s in chunks(batch, 4 * p * q, temporary):
+            total[s] = (dots(inputs[s], other_inputs[s]) * dots(grad[s], other_grad[s])).sum((1, 2))
         return total
     for s, c in _written(batch, height, width, temporary):
-        total[s] += ((grad[s, :, c].mT @ inputs[s]) * (other_grad[s, :, c].mT @ other_inputs[s])).sum((1, 2))
+        products = (grad[s, :, c].mT @ inputs[s]) * (other_grad[s, :, c].mT @ other_inputs[s])
+        total[s] += products.sum((1, 2), dtype=torch.float64)
     return total
+
+
+def dots(x: Tensor, y: Tensor) -> Tensor:
+    """x (B, P, n) against y (B, Q, n): inner products (B, P, Q), float64, with an error below BLOCK eps / 2 |x| |y|."""
+    width = x.shape[2]
+    if width <= BLOCK or x.dtype == torch.float64:
+        return (x @ y.mT).double()
+    total = torch.zeros(x.shape[0], x.shape[1], y.shape[1], dtype=torch.float64, device=x.device)
+    for first in range(0, width, BLOCK):
+        c = slice(first, first + BLOCK)
+        total += x[:, :, c] @ y[:, :, c].mT
+    return total
+
+
+def uncertainty(positions: int, width: int, height: int) -> float:
+    """A bound for the rounding error of a squared norm here, in eps times the squared sum of its terms' norms.
+
+    The error of n products that are added up is at most n eps / 2 times the sum of their sizes, in whatever order.
+    """
+    in_pairs = (min(width, BLOCK) + min(height, BLOCK)) / 2
+    return max(in_pairs, positions)
 
 
 def _written(batch: int, height: int, width: int, temporary: int) -> Iterator[tuple[slice, slice]]:

@@ -271,20 +271,24 @@ class _Measure:
     """Adds up what some units' norms are made of, over parts of their G / scale."""
 
     def __init__(self, inputs: Tensor) -> None:
-        self._inputs = inputs
+        # Products of four numbers leave float32's range although each of them is within.
+        norms = squared_rows(inputs)
+        odd = (norms > 0) & ~((norms > 1e-16) & (norms < 1e16))
+        self._inputs = inputs.double() if bool(odd.any()) else inputs
+        self._type = inputs.dtype
         self._square = torch.zeros(inputs.shape[0], dtype=torch.float64, device=inputs.device)
         self._sizes = torch.zeros(inputs.shape[:2], dtype=torch.float64, device=inputs.device)
 
     def add(self, grad: Tensor) -> None:
         grad = grad.view(*self._inputs.shape[:2], -1)
-        self._square += squared_products(self._inputs, grad, WHOLE)
+        self._square += squared_products(self._inputs, grad.to(self._inputs.dtype), WHOLE)
         self._sizes += squared_rows(grad)
 
     def square(self) -> Tensor:
         return self._square
 
     def sizes(self) -> Tensor:
-        return self._sizes.sqrt().to(self._inputs.dtype)
+        return self._sizes.sqrt().to(self._type)
 
 
 def _place(rows: Tensor, wanted: Tensor) -> Tensor:

@@ -143,6 +143,11 @@ def follow(
         )
     if not joint and (len(operands) > 1 or operands[0][0] is not _first(args, kwargs)):
         return UnitData(None)
+    if call.name in _LOSSES and len({axis for _, axis in placed}) > 1 and units > 1:
+        raise UnitsMixedError(
+            f"Operation '{name}'{where()} compares predictions and targets whose units are in different places. Give both the "
+            "same order."
+        )
     found = {rule(call, tensor, axis) for tensor, axis in placed}
     lost = None in found
     combinations = sorted((axis for axis in found if isinstance(axis, Mixed)), key=_is_linear)
@@ -302,9 +307,9 @@ def _along(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | Non
 
 
 @_rule(*_SHUFFLING)
-def _shuffling(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+def _shuffling(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
     dims = _dims(call, *_SHUFFLING[call.name], source.ndim)
-    return None if dims is None or axis.dim in dims else axis
+    return Mixed(call.name) if dims is None or axis.dim in dims else axis
 
 
 @_rule("layer_norm", "rms_norm")
@@ -339,7 +344,8 @@ def _loss(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None
 
 @_rule("table_softmax_loss", joint=True)
 def _table_softmax_loss(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
-    return axis if axis == UnitAxis(0) else Mixed(call.name)
+    fits = axis == UnitAxis(0) and source.shape[0] == call.units and source is not call.argument(1, "weight")
+    return axis if fits else Mixed(call.name)  # rows of the batch as a table: in-batch negatives
 
 
 @_rule("sequence_loss", joint=True)
@@ -446,8 +452,10 @@ def _bag(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     return axis if axis == UnitAxis(0) and source.ndim == 2 else None
 
 
-@_rule("embedding", "one_hot")
-def _appends(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+@_rule("embedding", "one_hot", joint=True)
+def _appends(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    if call.name == "embedding" and (call.data > 1 or source is call.argument(1, "weight")):
+        return Mixed("looking up activations")  # of other units, by their number
     return axis  # one more dimension, at the end
 
 
@@ -575,15 +583,19 @@ def _narrow(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     return axis if call.argument(1, "dim") % source.ndim != axis.dim else None
 
 
-@_rule("index_select")
-def _index_select(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
-    return axis if call.argument(1, "dim") % source.ndim != axis.dim else None
+@_rule("index_select", joint=True)
+def _index_select(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    if call.data > 1:
+        return Mixed("indexing with ids of the batch")
+    if source is not call.args[0]:
+        return None
+    return axis if call.argument(1, "dim") % source.ndim != axis.dim else Mixed(call.name)
 
 
 @_rule("gather", "take_along_dim", joint=True)
-def _gather(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+def _gather(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
     dim = call.argument(1, "dim") if call.name == "gather" else call.argument(2, "dim")
-    return axis if isinstance(dim, int) and dim % source.ndim != axis.dim else None
+    return axis if isinstance(dim, int) and dim % source.ndim != axis.dim else Mixed(call.name)
 
 
 @_rule("getitem", joint=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sparsedp.capture.kernels import group, squared_rows, squared_sums
 from sparsedp.capture.lengths import is_range, places_of, units_by_length
-from sparsedp.capture.products import chunks, inner_products, squared_products
+from sparsedp.capture.products import chunks, dots, inner_products, squared_products, uncertainty
 from sparsedp.capture.softmax import Softmax, merge_softmaxes
 
 # Elements that a temporary of the norm computation may have; larger ones are computed for some units at a time.
@@ -304,7 +304,15 @@ def _can_cancel(piece: Use) -> bool:
 
 def slack(pieces: list[Use]) -> float:
     """What the squared sum of the terms' norms is multiplied by; see `ParameterUses.squared_norms`."""
-    return 16 * torch.finfo(_values(pieces[0]).dtype).eps
+    return (16 + max(map(_uncertainty, pieces))) * torch.finfo(_values(pieces[0]).dtype).eps
+
+
+def _uncertainty(piece: Use) -> float:
+    if isinstance(piece, Linear):
+        return uncertainty(piece.inputs.shape[1], piece.inputs.shape[2], piece.grad.shape[2])
+    if isinstance(piece, Softmax):
+        return uncertainty(piece.hidden.shape[1], piece.hidden.shape[2], piece.size)
+    return 0.0  # added up in float64, or written out
 
 
 def _values(piece: Use) -> Tensor:
@@ -473,8 +481,7 @@ def _tied_inner(lookup: Lookup, values: Tensor, other: Linear | Softmax, units: 
         missing = step >= lengths[whose, None]
         at = places[(begin[whose, None] + step).masked_fill(missing, 0)]
         ids = lookup.ids[at].masked_fill(missing, -1)
-        dots = inputs[own] @ values[at].mT  # (u, P, n)
-        total[whose] = (_facing(other, own, ids) * dots).sum((1, 2)).double()
+        total[whose] = (_facing(other, own, ids) * dots(inputs[own], values[at])).sum((1, 2))  # each (u, P, n)
     return total
 
 

@@ -27,9 +27,9 @@ def empty_batch(dataset: Any, collate: Callable[[Any], Any]) -> Any:
 def refuse_reordering(dataset: Any, collate: Callable[[Any], Any]) -> None:
     """Raises if `collate` is seen to sort its examples: whose example is where would then not be known.
 
-    Some examples are collated in order and in reverse. What has one row per example must come out reversed; if rows only
-    change places in some other way, and none do so in this one, they were sorted. A collate function that makes other
-    rows each time cannot be judged like that, and passes.
+    Some examples are collated in order and in reverse. What has one row per example must come out reversed; if the same
+    rows come out in any other order, they were sorted. A collate function that makes other rows each time cannot be judged
+    like that, and passes.
     """
     size = len(dataset)
     places = np.unique(np.linspace(0, size - 1, min(size, _TRIED)).astype(int)).tolist()
@@ -40,9 +40,7 @@ def refuse_reordering(dataset: Any, collate: Callable[[Any], Any]) -> None:
         for one, other in zip(ahead, back)
         if one.shape[:1] == (len(places),) and one.shape == other.shape and not _offsets(one)
     ]
-    kept = any(np.array_equal(one[::-1], other) and not np.array_equal(one, other) for one, other in pairs)
-    moved = any(not np.array_equal(one[::-1], other) and _same_rows(one, other) for one, other in pairs)
-    if moved and not kept:
+    if any(not np.array_equal(one[::-1], other) and _same_rows(one, other) for one, other in pairs):
         raise UnsupportedError(
             "collate_fn changes the order of its examples (it sorts them?), so that it is not known which example of a batch "
             "is which user's. Keep them in order, and mask what is padded instead."

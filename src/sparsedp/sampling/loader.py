@@ -175,6 +175,8 @@ class PrivateLoader(DataLoader[Any]):
         self._draws = replace(self._draws, key=key)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self.users is not None:
+            self.users.refuse_change(self.dataset)
         self._pass += 1
         infos: deque[BatchInfo] = deque()
         if self._own_generator:

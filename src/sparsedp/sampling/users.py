@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from sparsedp.errors import UnsupportedError
+from sparsedp.errors import SparseDPError, UnsupportedError
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +23,7 @@ class Users:
     order: np.ndarray  # int64 (N,): the examples, user after user
     begin: np.ndarray  # int64 (users + 1,): where each user's begin in `order`
     limit: int | None = None
+    declared: np.ndarray | None = None  # what the data set said of its examples' users; None: somebody else did
 
     @staticmethod
     def of(ids: Any, size: int, limit: int | None = None) -> Users:
@@ -49,6 +50,14 @@ class Users:
         sizes = np.diff(self.begin)
         return float((sizes if self.limit is None else np.minimum(sizes, self.limit)).mean())
 
+    def refuse_change(self, dataset: Any) -> None:
+        """Raises if the data set says something else of its examples' users than before."""
+        if self.declared is not None and not np.array_equal(_array(getattr(dataset, "users", None)), self.declared):
+            raise SparseDPError(
+                "The data set's `users` changed after make_private, so it is not known any more whose its examples are. "
+                "Leave a data set as it is while it is trained on."
+            )
+
     def examples(self, users: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
         """What `users` bring: places in the data set, user after user, and how many there are of each user.
 
@@ -70,14 +79,16 @@ def users_of(dataset: Any, ids: Any, limit: int | None) -> Users:
         raise UnsupportedError(
             f"{type(dataset).__name__} has no length, so that nobody can say whose its examples are."
         )
-    ids = getattr(dataset, "users", None) if ids is None else ids
+    own = ids is None
+    ids = getattr(dataset, "users", None) if own else ids
     if ids is None:
         raise UnsupportedError(
             f"unit='user' needs to know whose each example is, and {type(dataset).__name__} has no attribute `users`. Pass "
             "users=..., a whole number for each example of the data set, in its order; or use unit='example', which protects "
             "single examples, not people with several."
         )
-    return Users.of(ids, len(dataset), limit)
+    users = Users.of(ids, len(dataset), limit)
+    return replace(users, declared=_array(ids).copy()) if own else users
 
 
 def whole_users(sizes: np.ndarray, limit: int | None) -> Iterator[slice]:
@@ -96,8 +107,12 @@ def owners_of(sizes: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.repeat(np.arange(len(sizes)), sizes))
 
 
+def _array(ids: Any) -> np.ndarray:
+    return ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+
+
 def _whole_numbers(ids: Any, size: int) -> np.ndarray:
-    found = ids.detach().cpu().numpy() if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    found = _array(ids)
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise UnsupportedError(
             f"users must hold one whole number per example, in a vector; got {found.dtype} of shape {found.shape}. "

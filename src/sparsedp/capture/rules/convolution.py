@@ -24,7 +24,7 @@ def _conv(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict
         raise NotThisForm
     kernel, shift = capture.expression(weight), capture.expression(bias)
     names = ", ".join(e.names for e in (kernel, shift) if e is not None)
-    if capture.axis(x, name, names) != UnitAxis(0):
+    if capture.axis(x, name, names) != UnitAxis(0) or x.shape[0] != capture.units:
         raise capture.refuse(name, names, "units are not on axis 0 of its input", "keep the batch first")
     if kernel is not None and (not kernel.is_view or not kernel.tensor.is_contiguous()):
         require_small(capture, name, kernel)

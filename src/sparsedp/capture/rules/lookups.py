@@ -138,6 +138,13 @@ def _embedding_bag(capture: Capture, name: str, func: Callable, args: tuple, kwa
     ids, offsets, weights = bound["input"], bound.get("offsets"), bound.get("per_sample_weights")
     if capture.expression(weights) is not None:
         raise capture.refuse(name, table.names, "per_sample_weights is a parameter", "look rows up with nn.Embedding")
+    for given in (ids, weights):
+        # With offsets, ids lie end to end, and nobody can tell what their order was.
+        if offsets is not None or given is None or not capture.is_data(given):
+            continue
+        if capture.axis(given, name, table.names) != UnitAxis(0) or given.shape[0] != capture.units:
+            instead = "give each unit's ids and weights in a row of its own, in the order of the batch"
+            raise capture.refuse(name, table.names, "its ids do not have the units on axis 0", instead)
     skip = bound.get("padding_idx")
     if skip is not None and skip < 0:
         skip += table.tensor.shape[0]

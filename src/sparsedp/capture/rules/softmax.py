@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from sparsedp.capture.capture import Capture
@@ -11,6 +12,11 @@ from sparsedp.capture.expressions import Placed
 from sparsedp.capture.rules.registry import bind, rule
 from sparsedp.capture.softmax import Passed, Softmax, SoftmaxLoss, checked_targets
 from sparsedp.capture.tracking import UnitAxis
+
+
+def _mark(weight: Tensor) -> tuple[float, float]:
+    """Tells a table from a changed one: logits are computed again from it, and must come out the same."""
+    return float(weight.sum(dtype=torch.float64)), float(torch.linalg.vector_norm(weight, dtype=torch.float64))
 
 
 @rule("table_softmax_loss")
@@ -23,7 +29,7 @@ def _table_softmax_loss(capture: Capture, name: str, func: Callable, args: tuple
         found = next(e for e in map(capture.expression, (bound["weight"], hidden)) if e is not None)
         raise capture.refuse(name, found.names, "its hidden states or targets do not come from the batch", instead)
     for what in (hidden, target):
-        if capture.axis(what, name, table.names) != UnitAxis(0):
+        if capture.axis(what, name, table.names) != UnitAxis(0) or what.shape[0] != capture.units:
             raise capture.refuse(name, table.names, "units are not on axis 0 of its inputs", instead)
     own = table.parameters[0][1]
     weight = table.tensor.detach()
@@ -36,11 +42,15 @@ def _table_softmax_loss(capture: Capture, name: str, func: Callable, args: tuple
     passed: list[Passed] = []
     out = SoftmaxLoss.apply(hidden, weight, wanted, left_out, passed)
     kept_hidden, kept_weight = capture.keep(hidden, name, table.names), capture.keep(weight, name, table.names)
-    first = table.offset // weight.shape[1]
+    first, mark = table.offset // weight.shape[1], _mark(weight)
 
     def finish(grad: Tensor) -> Placed:
         done = passed[0]
         assert done.square is not None
+        if _mark(weight) != mark:  # through .data, which its version does not tell of
+            raise capture.refuse(
+                name, table.names, "the table was changed between forward and step()", "change it later"
+            )
         states = kept_hidden.get().masked_fill((wanted < 0)[..., None], 0)
         use = Softmax(
             states, wanted, done.log_sum, done.scale * grad[:, None], kept_weight.get, first, left_out,
