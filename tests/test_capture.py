@@ -302,7 +302,8 @@ def test_bags(case: str, form: str, calls: int) -> None:
             flat = torch.cat([row[:n] for row, n in zip((rows[:, :7] + call) % V, present)])
             flat_w = torch.cat([row[:n] for row, n in zip(w, present)])
             if form == "2-D":
-                out = model.bag(flat.view(-1, L), per_sample_weights=flat_w.view(-1, L) if weighted else None)
+                square = ((rows[:, :7] + call) % V)[:, :L]
+                out = model.bag(square, per_sample_weights=w[:, :L] if weighted else None)
             else:
                 offsets = torch.tensor([0, *present]).cumsum(0)
                 offsets = offsets if form == "last offset" else offsets[:-1]

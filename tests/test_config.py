@@ -71,6 +71,7 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
         "data": {"items", "length", "groups", "structure", "mean_length", "exclude_seen",
                  "path", "format", "min_actions", "until_stable"},
         "model": {"blocks", "heads", "dropout", "tied", "frequencies"},
+        "privacy": {"frequencies"},
     }  # fmt: skip
     for path in all_paths(type(load_config("demo"))):
         section, _, key = path.partition(".")
@@ -85,6 +86,7 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
                 *of_sequences["data"],
             },
             "model": {"options", *of_sequences["model"]},
+            "privacy": of_sequences["privacy"],
         }
         if key.partition(".")[0] not in of_others.get(section, set()):
             found = values

@@ -378,8 +378,9 @@ class PrivateOptimizer(Optimizer):
             own = captured.squared_norms(uses, known).double()
             if selection is not None and name in selection:
                 mine.mass += float(own.sum())
-                uses = captured.uses[name] = uses.restricted(selection[name], self._parameters[name][0].numel())
-                own = captured.squared_norms(uses, known).double()
+                if slots is None or not touched.all_selected(name, slots):
+                    uses = captured.uses[name] = uses.restricted(selection[name], self._parameters[name][0].numel())
+                    own = captured.squared_norms(uses, known).double()
                 mine.kept += float(own.sum())
             squares[name] = own
         total = torch.stack(list(squares.values())).sum(0)
@@ -387,8 +388,8 @@ class PrivateOptimizer(Optimizer):
         if not (total < _LARGEST**2).all():
             infinite = [name for name, own in squares.items() if not (own < _LARGEST**2).all()]
             raise NonFiniteGradientError(
-                f"The gradient of parameter '{(infinite or list(squares))[0]}' is NaN, infinite or larger than "
-                f"{_LARGEST:g} for some unit. The step was not taken."
+                f"The gradient of parameter '{(infinite or list(squares))[0]}' is NaN or infinite, or larger than "
+                f"{_LARGEST:g}, for some unit. The step was not taken."
             )
         return total.sqrt() * self._scale(captured)
 

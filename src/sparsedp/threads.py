@@ -35,13 +35,13 @@ def on_all_cores(work: Callable[[T], None], items: Sequence[T]) -> None:
 
 
 def split(count: int, weight: int) -> list[slice]:
-    """The numbers 0 to count - 1 in pieces that are worth a thread, if each of them takes `weight` operations."""
-    size = max(1, _WORTHWHILE // max(1, weight))
+    """The numbers 0 to count - 1 in a few pieces that are worth a thread, if each of them takes `weight` operations."""
+    size = max(1, _WORTHWHILE // max(1, weight), -(-count // (_PIECES * torch.get_num_threads())))
     return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
 
-# Operations in a piece of work, some 50 microseconds: it takes about as long to wake a thread.
-_WORTHWHILE = 1 << 16
+# Operations in a piece of work, some 50 microseconds: it takes about as long to wake a thread. And pieces for each.
+_WORTHWHILE, _PIECES = 1 << 16, 4
 
 
 @functools.cache

@@ -116,6 +116,11 @@ class TouchedRows:
                 at[begin:end].sub_(first).clamp_min_(-1)
         return at
 
+    def all_selected(self, name: str, slots: Tensor) -> bool:
+        """Whether all touched rows of a table that is used by lookups alone are among the selected ones."""
+        begin, end = self._edges[name]
+        return name in self.lookups and (begin == end or int(slots[begin:end].min()) >= 0)
+
     def squared_norms(self, slots: Tensor | None, known: RowNorms) -> OnceNorms | None:
         """For the tables of which every unit uses one row, or none; with `owners`, for all. None if there are none."""
         if self._owners is not None:

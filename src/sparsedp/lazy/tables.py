@@ -20,10 +20,12 @@ from sparsedp.capture import kernels
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.lazy.pace import Coefficients, Pace
 from sparsedp.noise import RandomKey, add_row_normals, row_normals
-from sparsedp.threads import on_all_cores
+from sparsedp.threads import on_all_cores, split
 
 # Elements of a table that are settled together, and from how many on a progress bar is shown.
 _CHUNK, _LONG = 1 << 21, 1 << 27
+# Threads share the rows of a lookup only if they are many times what is worth a thread elsewhere: measured so.
+_SHARED = 16
 # Purposes of a table's key: the noise of one step, the noise of several in one draw, and its part for the momentum.
 STEP, _AGGREGATED, _MOMENTUM = 0, 1, 2
 
@@ -97,7 +99,10 @@ class LazyTables:
         table = group.tables[name]
         if table.settled < group.pace.steps and table.awake:
             with self._settling(table):
-                self._move(group, table, *kernels.claim(table.since, ids.reshape(-1), group.pace.steps))
+                rows, since = kernels.claim(table.since, ids.reshape(-1), group.pace.steps)
+                self._make_momentum(group, table)
+                pieces = split(len(rows), table.parameter.shape[1:].numel() // _SHARED)
+                on_all_cores(lambda part: self._move(group, table, rows[part], since[part]), pieces)
 
     def settle_all(self, names: Collection[str] | None = None) -> None:
         """Settles all rows of some tables, or of all."""
@@ -136,8 +141,7 @@ class LazyTables:
     def _settle_table(self, name: str, group: _Group, table: _Table) -> None:
         rows, width = len(table.since), table.parameter.shape[1:].numel()
         size = max(1, _CHUNK // max(1, width))
-        if group.pace.has_momentum:
-            self._momentum(table)  # made here, once, and not by each of the threads below
+        self._make_momentum(group, table)
         with _progress(f"settling {name}", rows, rows * width > _LONG) as advance, self._settling(table):
 
             def settle(first: int) -> None:
@@ -221,6 +225,11 @@ class LazyTables:
             for state, share in zip((weight, momentum), group.pace.impulse(group.steps, step)):
                 if state is not None:
                     kernels.move_rows(state, mine, noise, self._std * share)
+
+    def _make_momentum(self, group: _Group, table: _Table) -> None:
+        """Once, and not by each of several threads."""
+        if group.pace.has_momentum:
+            self._momentum(table)
 
     def _momentum(self, table: _Table) -> Tensor:
         """torch's momentum buffer of a table, which it would make at the first step."""

@@ -47,7 +47,7 @@ def _table_softmax_loss(capture: Capture, name: str, func: Callable, args: tuple
     def finish(grad: Tensor) -> Placed:
         done = passed[0]
         assert done.square is not None
-        if _mark(weight) != mark:  # through .data, which its version does not tell of
+        if _mark(kept_weight.get()) != mark:  # through .data, which its version does not tell of
             raise capture.refuse(
                 name, table.names, "the table was changed between forward and step()", "change it later"
             )
