@@ -142,11 +142,11 @@ def test_what_takes_too_much_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_largest_batch_is_where_the_line_reaches_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tied.fit_line([1, 2, 4], [7, 9, 13]) == (pytest.approx(2), pytest.approx(5))
-    monkeypatch.setattr(tied, "_peak_in_process", lambda setting, variant: 3e8 + 1e7 * setting.batch)
+    monkeypatch.setattr(tied, "in_own_process", lambda module, setting, variant: {"peak": 3e8 + 1e7 * setting.batch})
     found = tied.largest_batch(TINY, "softmax", 1.0)
     assert found["batches"] == [16, 32, 64] and found["bytes_each"] == pytest.approx(1e7)
     assert found["largest_batch"] in (69, 70)
-    monkeypatch.setattr(tied, "_peak_in_process", lambda setting, variant: 3e8)
+    monkeypatch.setattr(tied, "in_own_process", lambda module, setting, variant: {"peak": 3e8})
     assert tied.largest_batch(TINY, "ghost", 1.0)["largest_batch"] is None
 
 

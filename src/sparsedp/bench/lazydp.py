@@ -6,15 +6,11 @@ Of the LazyDP paper's section 7, at sizes that fit an ordinary machine: batch si
 
 from __future__ import annotations
 
-import gc
 import json
-import os
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -28,7 +24,7 @@ from sparsedp.bench.access import SKEWS, Skew, draw_ids
 from sparsedp.bench.baselines import MATERIALISED, dense_step
 from sparsedp.bench.step import Workload, plain_step, private_run
 from sparsedp.bench.timing import Stopwatch, Timing, interleaved, machine, peak_memory, ratio
-from sparsedp.errors import SparseDPError
+from sparsedp.bench.varied import Quantity, available_memory, in_own_process, measure_varied
 from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, Mechanism
 from sparsedp.models.dlrm import DLRM, MLPERF_DIM, MLPERF_TABLES, dlrm_table_sizes
 
@@ -76,15 +72,7 @@ class Setting:
         return f"{self.gigabytes:g} GB, batch {self.batch}, pooling {self.pooling}, {self.skew}"
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """One quantity that is varied while the others stay as they are."""
-
-    title: str
-    values: Callable[[Setting], Iterable[Setting]]
-
-
-QUANTITIES = {
+QUANTITIES: dict[str, Quantity[Setting]] = {
     "batch": Quantity(
         "Batch size (figures 10 and 14)", lambda s: [replace(s, batch=max(1, int(s.batch * f))) for f in (0.5, 1, 2)]
     ),
@@ -187,12 +175,6 @@ def waiting_steps(table_sizes: Sequence[int], touched: Sequence[int], rounds: in
 # ---------------------------------------------------------------------- measuring
 
 
-def stages_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The stages that some of the rows have, in order."""
-    found = dict.fromkeys(stage for row in rows for stage in row["stages"])
-    return [*(stage for stage in STAGES if stage in found), *(stage for stage in found if stage not in STAGES)]
-
-
 def bench_lazydp(
     base: Setting,
     *,
@@ -205,21 +187,11 @@ def bench_lazydp(
 ) -> dict[str, Any]:
     """Times all variants in turns at the base setting and along each quantity of `vary`. Returns what `--json` writes."""
     names = [name for name in VARIANTS if name == "sgd" or name in variants]
-    varied: dict[Setting, list[str]] = {base: []}
-    for quantity in vary:
-        for setting in QUANTITIES[quantity].values(base):
-            varied.setdefault(setting, []).append(quantity)
-    rows: list[dict[str, Any]] = []
-    left_out = []
-    for number, (setting, along) in enumerate(varied.items(), 1):
-        gc.collect()  # the last setting's tables
-        fitting = _that_fit(names, setting, available_memory())
-        if missing := [name for name in names if name not in fitting]:
-            left_out.append({"setting": asdict(setting), "variants": missing, "reason": "not enough memory"})
-        say(f"{number}/{len(varied)}  {setting}: {', '.join(fitting) or 'does not fit into memory'}")
-        if fitting:
-            found = _measure(setting, fitting, repeats, slow_repeats)
-            rows += [{"setting": asdict(setting), "base": setting == base, "varied": along, **row} for row in found]
+    rows, left_out = measure_varied(
+        base, [(quantity, QUANTITIES[quantity]) for quantity in vary], names,
+        lambda setting: _that_fit(names, setting, available_memory()),
+        lambda setting, fitting: _measure(setting, fitting, repeats, slow_repeats), "not enough memory", say,
+    )  # fmt: skip
     peaks = []
     for name in {row["variant"]: None for row in rows if row["base"]} if memory else ():
         say(f"memory: {name}")
@@ -278,15 +250,6 @@ def _time_settling(variant: Variant, renew: Callable[[], None]) -> Timing:
 # ---------------------------------------------------------------------- memory
 
 
-def available_memory() -> int:
-    """Bytes that can be had without swapping, as far as the system says."""
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
-        return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 def _that_fit(names: Sequence[str], setting: Setting, available: int) -> list[str]:
     """The variants for which there is memory. (B) and (R) share a gradient of the tables' size, (F) has another."""
     tables, working = setting.table_bytes, 2 * MATERIALISED
@@ -303,11 +266,7 @@ def _that_fit(names: Sequence[str], setting: Setting, available: int) -> list[st
 
 def _extra_memory(setting: Setting, variant: str) -> dict[str, float]:
     """Peak memory beyond the tables, measured in a process of its own: bytes, and as a share of the tables."""
-    command = [sys.executable, "-m", "sparsedp.bench.lazydp", json.dumps(asdict(setting)), variant]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SparseDPError(f"Measuring the memory of {VARIANTS[variant]} failed: {done.stderr.strip()[-2000:]}")
-    extra = json.loads(done.stdout)["extra"]
+    extra = in_own_process("sparsedp.bench.lazydp", setting, variant)["extra"]
     return {"bytes": extra, "share_of_tables": extra / setting.table_bytes}
 
 

@@ -5,11 +5,9 @@ With and without privacy, over vocabularies and lengths: time, stages, memory, a
 
 from __future__ import annotations
 
-import gc
 import json
-import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -20,10 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sparsedp.accounting import split_multiplier
 from sparsedp.bench.ghost import Batch, add_ghost, add_unit_gradients, dense_step, unit_losses
-from sparsedp.bench.lazydp import available_memory
 from sparsedp.bench.timing import Stopwatch, interleaved, machine, peak_memory, ratio
+from sparsedp.bench.varied import Quantity, available_memory, in_own_process, measure_varied
 from sparsedp.engine import PrivacyEngine
-from sparsedp.errors import SparseDPError
 from sparsedp.mechanisms import DPSGD, AdaFEST, LazyDP, Mechanism
 from sparsedp.models import DPFormer
 from sparsedp.nn import CandidateSampler, candidate_loss, sequence_loss
@@ -65,15 +62,7 @@ class Setting:
         return f"{self.items} items, length {self.length}, batch {self.batch}, {100 * self.filled:g} % filled"
 
 
-@dataclass(frozen=True)
-class Quantity:
-    """One quantity that is varied while the others stay as they are."""
-
-    title: str
-    values: Callable[[Setting], Iterable[Setting]]
-
-
-QUANTITIES = {
+QUANTITIES: dict[str, Quantity[Setting]] = {
     "items": Quantity("Vocabulary", lambda s: [replace(s, items=n) for n in (1000, 3400, 10_000, 30_000)]),
     "length": Quantity("Length of a sequence", lambda s: [replace(s, length=n) for n in (20, 50, 100, 200)]),
     "filled": Quantity("Positions that are not padding", lambda s: [replace(s, filled=f) for f in (0.5, 1.0)]),
@@ -198,12 +187,6 @@ def _private_step(
 # ---------------------------------------------------------------------- measuring
 
 
-def stages_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The stages that some of the rows have, in order."""
-    found = {stage for row in rows for stage in row["stages"]}
-    return [stage for stage in STAGES if stage in found]
-
-
 def bench_tied(
     base: Setting,
     *,
@@ -220,21 +203,11 @@ def bench_tied(
     `gigabytes` is the memory for which the largest batch is stated: 16 as in figure 3.
     """
     names = [name for name in VARIANTS if name == "plain" or name in variants]
-    varied: dict[Setting, list[str]] = {base: []}
-    for quantity in vary:
-        for setting in QUANTITIES[quantity].values(base):
-            varied.setdefault(setting, []).append(quantity)
-    rows: list[dict[str, Any]] = []
-    left_out = []
-    for number, (setting, along) in enumerate(varied.items(), 1):
-        gc.collect()
-        fitting = [name for name in names if _working(name, setting) <= available_memory()]
-        if missing := [name for name in names if name not in fitting]:
-            left_out.append({"setting": asdict(setting), "variants": missing, "reason": "too much memory or time"})
-        say(f"{number}/{len(varied)}  {setting}: {', '.join(fitting) or 'does not fit into memory'}")
-        if "plain" in fitting:
-            found = _measure(setting, fitting, repeats, slow_repeats)
-            rows += [{"setting": asdict(setting), "base": setting == base, "varied": along, **row} for row in found]
+    rows, left_out = measure_varied(
+        base, [(quantity, QUANTITIES[quantity]) for quantity in vary], names,
+        lambda setting: [name for name in names if _working(name, setting) <= available_memory()],
+        lambda setting, fitting: _measure(setting, fitting, repeats, slow_repeats), "too much memory or time", say,
+    )  # fmt: skip
     peaks = []
     for name in {row["variant"]: None for row in rows if row["base"]} if memory else ():
         say(f"memory: {name}")
@@ -294,7 +267,9 @@ def largest_batch(setting: Setting, variant: str, gigabytes: float) -> dict[str,
     The baselines work on the whole batch at once, as they do on an accelerator, and on smaller batches here.
     """
     sizes = [2, 4, 6] if variant in SLOW else [16, 32, 64]
-    peaks = [_peak_in_process(replace(setting, batch=size), variant) for size in sizes]
+    peaks = [
+        int(in_own_process("sparsedp.bench.tied", replace(setting, batch=size), variant)["peak"]) for size in sizes
+    ]
     each, fixed = fit_line(sizes, peaks)
     return {
         "batches": sizes,
@@ -310,14 +285,6 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     slope = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y)) / sum((a - mean_x) ** 2 for a in x)
     return slope, mean_y - slope * mean_x
-
-
-def _peak_in_process(setting: Setting, variant: str) -> int:
-    command = [sys.executable, "-m", "sparsedp.bench.tied", json.dumps(asdict(setting)), variant]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SparseDPError(f"Measuring the memory of {VARIANTS[variant]} failed: {done.stderr.strip()[-2000:]}")
-    return int(json.loads(done.stdout)["peak"])
 
 
 def _peak(setting: Setting, variant: str) -> int:

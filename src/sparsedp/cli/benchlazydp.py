@@ -10,8 +10,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from sparsedp.cli.benchtables import (
+    make_table,
+    milliseconds,
+    positive,
+    positive_number,
+    prepare_output,
+    say_left_out,
+    stage_table,
+)
 from sparsedp.cli.progress import Lines
-from sparsedp.errors import SparseDPError
 
 # As in sparsedp.bench.lazydp, which is only loaded to measure.
 VARIED = ("batch", "gigabytes", "pooling", "skew")
@@ -27,15 +35,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return f"(default: {FULL[key]:g}; {QUICK[key]:g} with --quick)"
 
     parser.add_argument(
-        "--gigabytes", type=_positive_number, metavar="GB",
+        "--gigabytes", type=positive_number, metavar="GB",
         help=f"size of all tables together; up to six times as much memory is used {default('gigabytes')}",
     )  # fmt: skip
-    parser.add_argument("--batch", type=_positive, metavar="N", help=f"units in a batch {default('batch')}")
+    parser.add_argument("--batch", type=positive, metavar="N", help=f"units in a batch {default('batch')}")
     parser.add_argument(
-        "--repeats", type=_positive, metavar="N", help=f"repeats of the fast variants {default('repeats')}"
+        "--repeats", type=positive, metavar="N", help=f"repeats of the fast variants {default('repeats')}"
     )
     parser.add_argument(
-        "--slow-repeats", type=_positive, metavar="N",
+        "--slow-repeats", type=positive, metavar="N",
         help=f"of those that take time for every row {default('slow_repeats')}",
     )  # fmt: skip
     parser.add_argument(
@@ -50,34 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots there; needs matplotlib")
 
 
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}")
-    return int(text)
-
-
-def _positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number; got {text!r}")
-    return value
-
-
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measures and shows; returns what `--json` writes."""
     from sparsedp.bench.lazydp import Setting, bench_lazydp
 
-    if args.json is not None and not args.json.absolute().parent.is_dir():  # to know it after the run would be late
-        raise SparseDPError(f"There is no folder '{args.json.parent}' to write '{args.json.name}' into.")
-    if args.plots is not None:
-        try:
-            from sparsedp.report.benchplots import write_lazydp_plots
-        except ImportError as error:
-            raise SparseDPError("--plots needs matplotlib: pip install 'sparsedp[plot]'") from error
-        args.plots.mkdir(parents=True, exist_ok=True)
+    prepare_output(args)
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
     result = bench_lazydp(
         Setting(gigabytes=chosen["gigabytes"], batch=int(chosen["batch"])),
@@ -90,33 +75,34 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     )
     show(console, result)
     if args.plots is not None:
+        from sparsedp.report.benchplots import write_lazydp_plots
+
         console.print(f"plots in {args.plots}: {', '.join(write_lazydp_plots(result, args.plots))}", markup=False)
     return result
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    from sparsedp.bench.lazydp import QUANTITIES, Setting, stages_of
+    from sparsedp.bench.lazydp import QUANTITIES, STAGES, Setting
     from sparsedp.bench.lazydp import VARIANTS as NAMES
+    from sparsedp.bench.varied import stages_of
 
     base = [row for row in result["rows"] if row["base"]]
     if base:
         rows = f"{base[0]['table_rows']:,} rows, of which a batch touches {base[0]['rows_touched']:,}"
         console.print(f"DLRM, {Setting(**result['base'])}: {rows}", highlight=False)
         peaks = {row["variant"]: row["share_of_tables"] for row in result["memory"]}
-        table = _table("A step", ("variant", "ms: best / median ± spread", "/ SGD", "of medians", "memory / tables"))
+        table = make_table(
+            "A step", ("variant", "ms: best / median ± spread", "/ SGD", "of medians", "memory / tables")
+        )
         for row in base:
             peak = peaks.get(row["variant"])
             table.add_row(
-                NAMES[row["variant"]], _milliseconds(row), f"{row['ratio_to_sgd']['best']:.2f}",
+                NAMES[row["variant"]], milliseconds(row), f"{row['ratio_to_sgd']['best']:.2f}",
                 f"{row['ratio_to_sgd']['median']:.2f}", "-" if peak is None else f"{100 * peak:.1f} %",
             )  # fmt: skip
         console.print(table)
         heads = [NAMES[row["variant"]].replace("(", " (") for row in base]  # where a narrow terminal may break the line
-        stages = _table("Where the time goes (figure 11); best, ms", ("stage", *heads))
-        for stage in stages_of(base):
-            times = [row["stages"].get(stage) for row in base]
-            stages.add_row(stage, *("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in times))
-        console.print(stages)
+        console.print(stage_table("Where the time goes (figure 11); best, ms", stages_of(base, STAGES), base, heads))
     for name, quantity in QUANTITIES.items():
         along = [row for row in result["rows"] if name in row["varied"]]
         if along:
@@ -124,11 +110,9 @@ def show(console: Console, result: dict[str, Any]) -> None:
     for row in base:
         if "settle" in row:
             console.print(
-                f"Settling all tables at the end takes {_milliseconds(row['settle'])} ms (best / median ± spread)."
+                f"Settling all tables at the end takes {milliseconds(row['settle'])} ms (best / median ± spread)."
             )
-    for gone in result["left_out"]:
-        names = ", ".join(NAMES[name] for name in gone["variants"])
-        console.print(f"Left out at {Setting(**gone['setting'])}, {gone['reason']}: {names}", markup=False)
+    say_left_out(console, result, NAMES, Setting)
 
 
 def _along(title: str, key: str, rows: list[Row], names: dict[str, str]) -> Table:
@@ -137,7 +121,7 @@ def _along(title: str, key: str, rows: list[Row], names: dict[str, str]) -> Tabl
     if key != "skew":
         values.sort()
     columns = [str(value) if key == "skew" else f"{value:g}" for value in values]
-    table = _table(f"{title}: a step / SGD's, best", ("variant", *columns))
+    table = make_table(f"{title}: a step / SGD's, best", ("variant", *columns))
     found = {(row["variant"], row["setting"][key]): row for row in rows}
 
     def line(label: str, variant: str, of: Callable[[Row], str]) -> None:
@@ -151,17 +135,4 @@ def _along(title: str, key: str, rows: list[Row], names: dict[str, str]) -> Tabl
             line(name, variant, lambda row: f"{row['ratio_to_sgd']['best']:.2f}")
     if {"lazydp", "eana"} <= measured:
         line("LazyDP / EANA", "lazydp", lambda row: f"{row['ratio_to_eana']['best']:.2f}")
-    return table
-
-
-def _milliseconds(timing: dict[str, float]) -> str:
-    return f"{1e3 * timing['best']:.1f} / {1e3 * timing['median']:.1f} ± {1e3 * timing['spread']:.1f}"
-
-
-def _table(title: str, columns: tuple[str, ...]) -> Table:
-    """The first column is never cut; the heads of others may take several lines."""
-    table = Table(title=title)
-    table.add_column(columns[0], no_wrap=True)
-    for column in columns[1:]:
-        table.add_column(column, justify="right", overflow="fold")
     return table

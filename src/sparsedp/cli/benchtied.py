@@ -9,9 +9,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from sparsedp.cli.benchlazydp import _milliseconds, _positive, _positive_number, _table
+from sparsedp.cli.benchtables import (
+    make_table,
+    milliseconds,
+    positive,
+    positive_number,
+    prepare_output,
+    say_left_out,
+    stage_table,
+)
 from sparsedp.cli.progress import Lines
-from sparsedp.errors import SparseDPError
 
 # As in sparsedp.bench.tied, which is only loaded to measure.
 VARIED = ("items", "length", "filled")
@@ -26,12 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     def default(key: str) -> str:
         return f"(default: {FULL[key]}; {QUICK[key]} with --quick)"
 
-    parser.add_argument("--items", type=_positive, metavar="N", help=f"items in the vocabulary {default('items')}")
-    parser.add_argument("--length", type=_positive, metavar="N", help=f"positions of a sequence {default('length')}")
-    parser.add_argument("--batch", type=_positive, metavar="N", help=f"units in a batch {default('batch')}")
-    parser.add_argument("--repeats", type=_positive, metavar="N", help=f"repeats of a variant {default('repeats')}")
+    parser.add_argument("--items", type=positive, metavar="N", help=f"items in the vocabulary {default('items')}")
+    parser.add_argument("--length", type=positive, metavar="N", help=f"positions of a sequence {default('length')}")
+    parser.add_argument("--batch", type=positive, metavar="N", help=f"units in a batch {default('batch')}")
+    parser.add_argument("--repeats", type=positive, metavar="N", help=f"repeats of a variant {default('repeats')}")
     parser.add_argument(
-        "--slow-repeats", type=_positive, metavar="N",
+        "--slow-repeats", type=positive, metavar="N",
         help=f"of per-example gradients and ghost clipping {default('slow_repeats')}",
     )  # fmt: skip
     parser.add_argument(
@@ -43,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what to compare with plain PyTorch (default: all); may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--gigabytes", type=_positive_number, default=16.0, metavar="GB",
+        "--gigabytes", type=positive_number, default=16.0, metavar="GB",
         help="memory that the largest batch is stated for (default: %(default)g)",
     )  # fmt: skip
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes processes")
@@ -55,14 +62,7 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measures and shows; returns what `--json` writes."""
     from sparsedp.bench.tied import Setting, bench_tied
 
-    if args.json is not None and not args.json.absolute().parent.is_dir():  # to know it after the run would be late
-        raise SparseDPError(f"There is no folder '{args.json.parent}' to write '{args.json.name}' into.")
-    if args.plots is not None:
-        try:
-            from sparsedp.report.tiedplots import write_tied_plots
-        except ImportError as error:
-            raise SparseDPError("--plots needs matplotlib: pip install 'sparsedp[plot]'") from error
-        args.plots.mkdir(parents=True, exist_ok=True)
+    prepare_output(args)
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
     vary = args.vary or (("none",) if args.quick else VARIED)
     result = bench_tied(
@@ -77,48 +77,46 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     )
     show(console, result)
     if args.plots is not None:
+        from sparsedp.report.tiedplots import write_tied_plots
+
         console.print(f"plots in {args.plots}: {', '.join(write_tied_plots(result, args.plots))}", markup=False)
     return result
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    from sparsedp.bench.tied import QUANTITIES, Setting, stages_of
+    from sparsedp.bench.tied import QUANTITIES, STAGES, Setting
     from sparsedp.bench.tied import VARIANTS as NAMES
+    from sparsedp.bench.varied import stages_of
 
     base = [row for row in result["rows"] if row["base"]]
     if base:
         console.print(f"Tied Transformer, {Setting(**result['base'])}", highlight=False)
         peaks = {row["variant"]: row for row in result["memory"]}
         fits = f"largest batch, {result['gigabytes']:g} GB"
-        heads = ("variant", "ms: best / median ± spread", "/ PyTorch", "of medians", "/ chunked", "MB per unit", fits)
-        table = _table("A step", heads)
+        columns = ("variant", "ms: best / median ± spread", "/ PyTorch", "of medians", "/ chunked", "MB per unit", fits)
+        table = make_table("A step", columns)
         for row in base:
             peak = peaks.get(row["variant"], {})
             chunked = row.get("ratio_to_chunked")
             table.add_row(
-                NAMES[row["variant"]], _milliseconds(row), f"{row['ratio_to_plain']['best']:.2f}",
+                NAMES[row["variant"]], milliseconds(row), f"{row['ratio_to_plain']['best']:.2f}",
                 f"{row['ratio_to_plain']['median']:.2f}", "-" if chunked is None else f"{chunked['best']:.2f}",
                 f"{peak['bytes_each'] / 1e6:.2f}" if peak else "-", f"{peak['largest_batch'] or '-'}" if peak else "-",
             )  # fmt: skip
         console.print(table)
-        stages = _table("Where the time goes; best, ms", ("stage", *(NAMES[row["variant"]] for row in base)))
-        for stage in stages_of(base):
-            times = [row["stages"].get(stage) for row in base]
-            stages.add_row(stage, *("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in times))
-        console.print(stages)
+        heads = [NAMES[row["variant"]] for row in base]
+        console.print(stage_table("Where the time goes; best, ms", stages_of(base, STAGES), base, heads))
     for name, quantity in QUANTITIES.items():
         along = [row for row in result["rows"] if name in row["varied"]]
         if along:
             console.print(_along(quantity.title, name, along, NAMES))
-    for gone in result["left_out"]:
-        names = ", ".join(NAMES[name] for name in gone["variants"])
-        console.print(f"Left out at {Setting(**gone['setting'])}, {gone['reason']}: {names}", markup=False)
+    say_left_out(console, result, NAMES, Setting)
 
 
 def _along(title: str, key: str, rows: list[Row], names: dict[str, str]) -> Table:
     """Ratios to PyTorch at the same setting, one column for each setting, and PyTorch's own time."""
     values = sorted({row["setting"][key] for row in rows})
-    table = _table(f"{title}: a step / PyTorch's, best", ("variant", *(f"{value:g}" for value in values)))
+    table = make_table(f"{title}: a step / PyTorch's, best", ("variant", *(f"{value:g}" for value in values)))
     found = {(row["variant"], row["setting"][key]): row for row in rows}
     for variant, name in names.items():
         cells = [found.get((variant, value)) for value in values]

@@ -13,7 +13,8 @@ from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
-from sparsedp.bench.lazydp import QUANTITIES, STAGES, VARIANTS, stages_of
+from sparsedp.bench.lazydp import QUANTITIES, STAGES, VARIANTS
+from sparsedp.report.stageplot import stacked_stages
 
 _COLORS = dict(
     zip(VARIANTS, ("0.55", "#8c510a", "#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73", "#cc79a7"), strict=True)
@@ -109,20 +110,5 @@ def eana_plot(rows: Rows) -> Figure | None:
 def stage_plot(rows: Rows) -> Figure | None:
     """Stacked bars of the variants whose step is not longer than ten of SGD's; the others would flatten them."""
     shown = [row for row in rows if row["ratio_to_sgd"]["best"] <= 10]
-    if not shown:
-        return None
-    sgd = next(row["best"] for row in shown if row["variant"] == "sgd")
-    figure = Figure(figsize=(2.5 + 1.1 * len(shown), 4.0), layout="constrained")
-    panel = figure.subplots()
-    below = [0.0] * len(shown)
-    for stage in stages_of(shown):
-        heights = [row["stages"].get(stage, 0.0) / sgd for row in shown]
-        panel.bar(range(len(shown)), heights, 0.7, below, label=stage, color=_STAGE_COLORS.get(stage, "k"))
-        below = [low + height for low, height in zip(below, heights)]
-    panel.set_xticks(range(len(shown)), [VARIANTS[row["variant"]].replace(" without ", "\nwithout ") for row in shown])
-    panel.tick_params(axis="x", labelsize=7)
-    panel.set_ylabel("best times of the stages / SGD's step", fontsize=8)
-    panel.margins(y=0.05)
-    panel.set_title("Where the time of a step goes (figure 11)", fontsize=9)
-    figure.legend(loc="outside right upper", fontsize=7)
-    return figure
+    labels = [VARIANTS[row["variant"]].replace(" without ", "\nwithout ") for row in shown]
+    return stacked_stages(shown, "sgd", "SGD", labels, _STAGE_COLORS, "Where the time of a step goes (figure 11)")

@@ -13,7 +13,8 @@ from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
-from sparsedp.bench.tied import QUANTITIES, STAGES, VARIANTS, stages_of
+from sparsedp.bench.tied import QUANTITIES, STAGES, VARIANTS
+from sparsedp.report.stageplot import stacked_stages
 
 _COLORS = dict(
     zip(VARIANTS, ("0.35", "0.65", "#56b4e9", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#d55e00"), strict=True)
@@ -67,22 +68,8 @@ def ratio_plot(rows: Rows, key: str) -> Figure | None:
 def stage_plot(rows: Rows) -> Figure | None:
     """Stacked bars of the variants whose step is not longer than five of PyTorch's; the others would flatten them."""
     shown = [row for row in rows if row["ratio_to_plain"]["best"] <= 5]
-    if not shown:
-        return None
-    plain = next(row["best"] for row in shown if row["variant"] == "plain")
-    figure = Figure(figsize=(2.5 + 1.1 * len(shown), 4.0), layout="constrained")
-    panel = figure.subplots()
-    below = [0.0] * len(shown)
-    for stage in stages_of(shown):
-        heights = [row["stages"].get(stage, 0.0) / plain for row in shown]
-        panel.bar(range(len(shown)), heights, 0.7, below, label=stage, color=_STAGE_COLORS[stage])
-        below = [low + height for low, height in zip(below, heights)]
-    panel.set_xticks(range(len(shown)), [VARIANTS[row["variant"]].replace(", ", ",\n") for row in shown])
-    panel.tick_params(axis="x", labelsize=7)
-    panel.set_ylabel("best times of the stages / PyTorch's step", fontsize=8)
-    panel.set_title("Where the time of a step goes", fontsize=9)
-    figure.legend(loc="outside right upper", fontsize=7)
-    return figure
+    labels = [VARIANTS[row["variant"]].replace(", ", ",\n") for row in shown]
+    return stacked_stages(shown, "plain", "PyTorch", labels, _STAGE_COLORS, "Where the time of a step goes")
 
 
 def batch_plot(memory: Rows, gigabytes: float) -> Figure | None:

@@ -1,0 +1,81 @@
+"""What benchmarks share that time several variants at a base setting and along quantities that are varied one at a time."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from sparsedp.errors import SparseDPError
+
+S = TypeVar("S")  # a frozen dataclass: what a step is measured at
+
+
+@dataclass(frozen=True)
+class Quantity(Generic[S]):
+    """One quantity that is varied while the others stay as they are."""
+
+    title: str
+    values: Callable[[S], Iterable[S]]
+
+
+def measure_varied(
+    base: S,
+    quantities: Sequence[tuple[str, Quantity[S]]],
+    names: list[str],
+    fitting: Callable[[S], list[str]],
+    measure: Callable[[S, list[str]], list[dict[str, Any]]],
+    reason: str,
+    say: Callable[[str], None],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What `measure(setting, variants)` finds at all settings, and the variants that were left out, for what reason.
+
+    `fitting(setting)` are the variants that can be measured there: none, if the first of `names` is not among them.
+    """
+    varied: dict[S, list[str]] = {base: []}
+    for name, quantity in quantities:
+        for setting in quantity.values(base):
+            varied.setdefault(setting, []).append(name)
+    rows: list[dict[str, Any]] = []
+    left_out: list[dict[str, Any]] = []
+    for number, (setting, along) in enumerate(varied.items(), 1):
+        gc.collect()  # the last setting's tables
+        fit = fitting(setting)
+        values: dict[str, Any] = asdict(setting)  # type: ignore[call-overload]
+        if missing := [name for name in names if name not in fit]:
+            left_out.append({"setting": values, "variants": missing, "reason": reason})
+        say(f"{number}/{len(varied)}  {setting}: {', '.join(fit) or 'does not fit into memory'}")
+        if names[0] in fit:
+            found = measure(setting, fit)
+            rows += [{"setting": values, "base": setting == base, "varied": along, **row} for row in found]
+    return rows, left_out
+
+
+def stages_of(rows: Iterable[Mapping[str, Any]], order: Sequence[str]) -> list[str]:
+    """The stages that some of the rows have: those of `order` first, in that order."""
+    found = dict.fromkeys(stage for row in rows for stage in row["stages"])
+    return [*(stage for stage in order if stage in found), *(stage for stage in found if stage not in order)]
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping, as far as the system says."""
+    info = Path("/proc/meminfo")
+    if info.is_file():
+        line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
+        return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def in_own_process(module: str, setting: Any, variant: str) -> Any:
+    """What `python -m module SETTING VARIANT` prints, as JSON: memory is measured in a process of its own."""
+    command = [sys.executable, "-m", module, json.dumps(asdict(setting)), variant]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SparseDPError(f"Measuring the memory of {variant} failed: {done.stderr.strip()[-2000:]}")
+    return json.loads(done.stdout)

@@ -1,0 +1,70 @@
+"""What the commands of `sparsedp bench` share: options, checks before a long run, and tables."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from sparsedp.errors import SparseDPError
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}")
+    return int(text)
+
+
+def positive_number(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number; got {text!r}")
+    return value
+
+
+def prepare_output(args: argparse.Namespace) -> None:
+    """Refuses what could not be written. To know it after the run would be late."""
+    if args.json is not None and not args.json.absolute().parent.is_dir():
+        raise SparseDPError(f"There is no folder '{args.json.parent}' to write '{args.json.name}' into.")
+    if args.plots is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError as error:
+            raise SparseDPError("--plots needs matplotlib: pip install 'sparsedp[plot]'") from error
+        args.plots.mkdir(parents=True, exist_ok=True)
+
+
+def milliseconds(timing: dict[str, float]) -> str:
+    return f"{1e3 * timing['best']:.1f} / {1e3 * timing['median']:.1f} ± {1e3 * timing['spread']:.1f}"
+
+
+def make_table(title: str, columns: Sequence[str]) -> Table:
+    """The first column is never cut; the heads of others may take several lines."""
+    table = Table(title=title)
+    table.add_column(columns[0], no_wrap=True)
+    for column in columns[1:]:
+        table.add_column(column, justify="right", overflow="fold")
+    return table
+
+
+def stage_table(title: str, stages: Sequence[str], rows: list[dict[str, Any]], heads: Sequence[str]) -> Table:
+    """Best times of the stages, one column for each of `rows`."""
+    table = make_table(title, ("stage", *heads))
+    for stage in stages:
+        times = [row["stages"].get(stage) for row in rows]
+        table.add_row(stage, *("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in times))
+    return table
+
+
+def say_left_out(
+    console: Console, result: dict[str, Any], names: dict[str, str], setting: Callable[..., object]
+) -> None:
+    for gone in result["left_out"]:
+        variants = ", ".join(names[name] for name in gone["variants"])
+        console.print(f"Left out at {setting(**gone['setting'])}, {gone['reason']}: {variants}", markup=False)
