@@ -54,10 +54,15 @@ def batch_of(units: int) -> Callable[[], BatchInfo]:
     return lambda: info
 
 
-def capture_uses(module: nn.Module, inputs: Sequence[Tensor], loss: Callable[[Any], Tensor] = unit_loss) -> Captured:
-    capture = Capture(
-        module, {n: p for n, p in module.named_parameters() if p.requires_grad}, batch_of(inputs[0].shape[0])
-    )
+def capture_uses(
+    module: nn.Module,
+    inputs: Sequence[Tensor],
+    loss: Callable[[Any], Tensor] = unit_loss,
+    batch: Callable[[], BatchInfo] | None = None,
+) -> Captured:
+    """The uses of one pass over `inputs`, whose examples are the units unless `batch` says otherwise."""
+    current = batch_of(inputs[0].shape[0]) if batch is None else batch
+    capture = Capture(module, {n: p for n, p in module.named_parameters() if p.requires_grad}, current)
     capture.attach()
     try:
         loss(module(*inputs)).backward()

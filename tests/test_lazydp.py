@@ -147,7 +147,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "schedule": {"each": schedule},
     "decay": {"weight_decay": 0.3},
-    "momentum": {"momentum": 0.9, "lr": 0.05},  # with more, rounding grows a thousandfold in a hundred steps
+    "momentum": {"momentum": 0.9, "lr": 0.05},  # with more, rounding errors grow from step to step
     "everything": {"momentum": 0.8, "weight_decay": 0.2, "nesterov": True, "each": schedule},
     "maximize": {"maximize": True, "momentum": 0.5, "weight_decay": 0.1},
     "by hand": {"each": by_hand},

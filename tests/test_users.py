@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import sparsedp
 from sparsedp import AdaFEST, CheckpointError, ConfigError, DataError, SparseDPError, UnsupportedError
-from sparsedp.capture import Capture, Captured, RowNorms, RowSpace
+from sparsedp.capture import Captured, RowNorms, RowSpace
 from sparsedp.capture.uses import Lookup, ParameterUses
 from sparsedp.cli.main import main
 from sparsedp.clipping import Clipping
@@ -33,7 +33,7 @@ from sparsedp.plan import PrivacyPlan, default_delta
 from sparsedp.prediction import predict
 from sparsedp.refusals import find_tables
 from sparsedp.sampling import BatchInfo, PrivateLoader, Users, private_loader
-from support import Apply, Clicks, Gradients, clicks, dense, make_private, one_by_one, unit_loss
+from support import Apply, Clicks, Gradients, capture_uses, clicks, dense, make_private, one_by_one, unit_loss
 from test_capture import CASES
 from test_generated_models import BLOCKS, HEADS, ROWS, Generated
 
@@ -60,14 +60,8 @@ def capture_users(
     loss: Callable[[Any], Tensor] = unit_loss,
 ) -> Captured:  # fmt: skip
     info = batch_of_users(torch.as_tensor(owners, dtype=torch.long), units)
-    capture = Capture(module, {n: p for n, p in module.named_parameters() if p.requires_grad}, lambda: info)
-    capture.attach()
-    try:
-        loss(module(*inputs)).backward()
-        found = capture.collect()
-    finally:
-        capture.detach()
-    assert found is not None and found.units == units and found.examples == len(inputs[0])
+    found = capture_uses(module, inputs, loss, lambda: info)
+    assert found.units == units and found.examples == len(inputs[0])
     return found
 
 

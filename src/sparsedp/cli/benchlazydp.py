@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from sparsedp.cli.benchtables import (
     make_table,
@@ -16,6 +14,7 @@ from sparsedp.cli.benchtables import (
     positive,
     positive_number,
     prepare_output,
+    ratio_table,
     say_left_out,
     stage_table,
 )
@@ -26,8 +25,6 @@ VARIED = ("batch", "gigabytes", "pooling", "skew")
 VARIANTS = ("dpsgd_b", "dpsgd_r", "dpsgd_f", "lazydp_unaggregated", "lazydp", "eana", "adafest")
 FULL = {"gigabytes": 1.0, "batch": 2048, "repeats": 20, "slow_repeats": 3}
 QUICK = {"gigabytes": 0.01, "batch": 64, "repeats": 3, "slow_repeats": 1}
-
-Row = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,33 +103,13 @@ def show(console: Console, result: dict[str, Any]) -> None:
     for name, quantity in QUANTITIES.items():
         along = [row for row in result["rows"] if name in row["varied"]]
         if along:
-            console.print(_along(quantity.title, name, along, NAMES))
+            ratios = [(title, variant, "ratio_to_sgd") for variant, title in NAMES.items() if variant != "sgd"]
+            if any(row["variant"] == "eana" for row in along):
+                ratios.append(("LazyDP / EANA", "lazydp", "ratio_to_eana"))
+            console.print(ratio_table(quantity.title, name, along, ("SGD", "sgd"), ratios))
     for row in base:
         if "settle" in row:
             console.print(
                 f"Settling all tables at the end takes {milliseconds(row['settle'])} ms (best / median ± spread)."
             )
     say_left_out(console, result, NAMES, Setting)
-
-
-def _along(title: str, key: str, rows: list[Row], names: dict[str, str]) -> Table:
-    """Ratios to SGD at the same setting, one column for each setting, and SGD's own time."""
-    values = list(dict.fromkeys(row["setting"][key] for row in rows))
-    if key != "skew":
-        values.sort()
-    columns = [str(value) if key == "skew" else f"{value:g}" for value in values]
-    table = make_table(f"{title}: a step / SGD's, best", ("variant", *columns))
-    found = {(row["variant"], row["setting"][key]): row for row in rows}
-
-    def line(label: str, variant: str, of: Callable[[Row], str]) -> None:
-        cells = [found.get((variant, value)) for value in values]
-        table.add_row(label, *("-" if row is None else of(row) for row in cells))
-
-    line("SGD, ms", "sgd", lambda row: f"{1e3 * row['best']:.1f}")
-    measured = {row["variant"] for row in rows}
-    for variant, name in names.items():
-        if variant in measured and variant != "sgd":
-            line(name, variant, lambda row: f"{row['ratio_to_sgd']['best']:.2f}")
-    if {"lazydp", "eana"} <= measured:
-        line("LazyDP / EANA", "lazydp", lambda row: f"{row['ratio_to_eana']['best']:.2f}")
-    return table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -59,6 +59,31 @@ def stage_table(title: str, stages: Sequence[str], rows: list[dict[str, Any]], h
     for stage in stages:
         times = [row["stages"].get(stage) for row in rows]
         table.add_row(stage, *("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in times))
+    return table
+
+
+def ratio_table(
+    title: str, key: str, rows: list[dict[str, Any]], unit: tuple[str, str], ratios: Iterable[tuple[str, str, str]]
+) -> Table:
+    """One column for each value of the quantity `key`. `unit` is the title and the variant whose own time comes first.
+
+    `ratios` are lines of a title, a variant and the name of its ratio; those that were not measured are left out.
+    """
+    values = list(dict.fromkeys(row["setting"][key] for row in rows))
+    if not isinstance(values[0], str):
+        values.sort()
+    columns = [value if isinstance(value, str) else f"{value:g}" for value in values]
+    table = make_table(f"{title}: a step / {unit[0]}'s, best", ("variant", *columns))
+    found = {(row["variant"], row["setting"][key]): row for row in rows}
+
+    def line(label: str, variant: str, of: Callable[[dict[str, Any]], str]) -> None:
+        cells = [found.get((variant, value)) for value in values]
+        if any(cells):
+            table.add_row(label, *("-" if row is None else of(row) for row in cells))
+
+    line(f"{unit[0]}, ms", unit[1], lambda row: f"{1e3 * row['best']:.1f}")
+    for label, variant, ratio in ratios:
+        line(label, variant, lambda row, ratio=ratio: f"{row[ratio]['best']:.2f}")  # type: ignore[misc]
     return table
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from sparsedp.cli.benchtables import (
     make_table,
@@ -15,6 +14,7 @@ from sparsedp.cli.benchtables import (
     positive,
     positive_number,
     prepare_output,
+    ratio_table,
     say_left_out,
     stage_table,
 )
@@ -25,8 +25,6 @@ VARIED = ("items", "length", "filled")
 VARIANTS = ("plain_chunked", "logits", "softmax", "adafest", "lazydp", "per_example", "ghost")
 FULL = {"items": 3400, "length": 100, "batch": 64, "repeats": 10, "slow_repeats": 2}
 QUICK = {"items": 500, "length": 20, "batch": 16, "repeats": 3, "slow_repeats": 1}
-
-Row = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,19 +107,6 @@ def show(console: Console, result: dict[str, Any]) -> None:
     for name, quantity in QUANTITIES.items():
         along = [row for row in result["rows"] if name in row["varied"]]
         if along:
-            console.print(_along(quantity.title, name, along, NAMES))
+            ratios = [(title, variant, "ratio_to_plain") for variant, title in NAMES.items() if variant != "plain"]
+            console.print(ratio_table(quantity.title, name, along, ("PyTorch", "plain"), ratios))
     say_left_out(console, result, NAMES, Setting)
-
-
-def _along(title: str, key: str, rows: list[Row], names: dict[str, str]) -> Table:
-    """Ratios to PyTorch at the same setting, one column for each setting, and PyTorch's own time."""
-    values = sorted({row["setting"][key] for row in rows})
-    table = make_table(f"{title}: a step / PyTorch's, best", ("variant", *(f"{value:g}" for value in values)))
-    found = {(row["variant"], row["setting"][key]): row for row in rows}
-    for variant, name in names.items():
-        cells = [found.get((variant, value)) for value in values]
-        if variant == "plain":
-            table.add_row("PyTorch, ms", *("-" if row is None else f"{1e3 * row['best']:.1f}" for row in cells))
-        elif any(cells):
-            table.add_row(name, *("-" if row is None else f"{row['ratio_to_plain']['best']:.2f}" for row in cells))
-    return table

@@ -7,6 +7,7 @@ training set, so that a unit is a user.
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -130,7 +131,7 @@ class SequenceBatch(Sequence[Item]):
         return SequenceBatch(self.first[i], self.second[i]) if isinstance(i, slice) else (self.first[i], self.second[i])
 
 
-class _Slices(Dataset[Item]):
+class _Slices(Dataset[Item], ABC):
     """Example i is made of `actions[begins[i] : ends[i]]`. Use it with `DataLoader(data, collate_fn=data.collate, ...)`."""
 
     def __init__(self, sequences: Sequences, begins: np.ndarray, ends: np.ndarray, length: int) -> None:
@@ -149,8 +150,9 @@ class _Slices(Dataset[Item]):
     def __iter__(self) -> Iterator[Item]:
         return (self[i] for i in range(len(self)))
 
+    @abstractmethod
     def __getitems__(self, indices: Sequence[int]) -> SequenceBatch:
-        raise NotImplementedError
+        """Both parts of some examples, as tensors."""
 
     def collate(self, items: Sequence[Item]) -> Item:
         """Both parts of the examples as tensors; there may be none."""
