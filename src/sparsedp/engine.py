@@ -81,9 +81,8 @@ class PrivacyEngine:
         self._notes: list[str] = []
         self._checked = 0  # units that sparsedp.check looked at
         self._run = secrets.token_hex(16)
-        self._marks: set[str] = (
-            set()
-        )  # of the checkpoints that were written or read here: states of this engine's ledger
+        # Of the checkpoints that were written or read here: states of this engine's ledger.
+        self._marks: set[str] = set()
         self._read = Ledger()  # as it was in the checkpoint that was read last
         self._capture: Capture | None = None
 

@@ -317,9 +317,7 @@ class Capture:
         if not tape:
             return None
         batch = tape[0].batch
-        self._require_current(
-            batch
-        )  # again: a loss from before the first batch was drawn, or the next one, is of others
+        self._require_current(batch)  # again: the loader may have gone on since backward
         uses: dict[str, list[Use]] = {}
         for record in tape:
             assert record.grad is not None

@@ -52,9 +52,8 @@ class Softmax:
     table: Callable[[], Tensor]  # (V, d), as it was in the forward pass
     first: int  # the row of the parameter at which `table` begins
     left_out: int | None = None  # a row that is not in the softmax
-    rows: Tensor | None = (
-        None  # (n,) rows of `table`, ascending, outside of which the gradient counts as zero; None: all
-    )
+    # (n,) rows of `table`, ascending, outside of which the gradient counts as zero; None: all
+    rows: Tensor | None = None
     square: Tensor | None = None  # (B,) squared norm of each unit's gradient, once it is known
     sizes: Tensor | None = None  # (B, P) norms of the rows of G / scale, likewise
 

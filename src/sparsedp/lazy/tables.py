@@ -259,9 +259,8 @@ class LazyTables:
                 )
             falling_asleep = [name for name, table in group.tables.items() if table.awake and name not in trained]
             self.settle_all(falling_asleep)
-            starts = (
-                step.has_momentum and not group.pace.has_momentum
-            )  # waiting rows would have to carry it from before
+            # Waiting rows would have to carry their momentum from before.
+            starts = step.has_momentum and not group.pace.has_momentum
             if group.pace.full or (starts and group.pace.steps):
                 self.settle_all(group.tables)
                 self._restart(group)
