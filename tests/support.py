@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,14 +62,30 @@ def capture_uses(
     loss: Callable[[Any], Tensor] = unit_loss,
     batch: Callable[[], BatchInfo] | None = None,
 ) -> Captured:
-    """The uses of one pass over `inputs`, whose examples are the units unless `batch` says otherwise."""
+    """The uses of one pass over `inputs`, whose examples are the units unless `batch` says otherwise.
+
+    Whatever the module does, its graph must be gone afterwards: a use that holds on to it makes a cycle, some of them through
+    the graph's own nodes, where not even the garbage collector finds them.
+    """
     current = batch_of(inputs[0].shape[0]) if batch is None else batch
     capture = Capture(module, {n: p for n, p in module.named_parameters() if p.requires_grad}, current)
+    recorded: list[weakref.ref[Tensor]] = []
+    record = capture.record
+
+    def watched(*args: Any) -> Tensor:
+        out = record(*args)
+        recorded.append(weakref.ref(out))
+        return out
+
+    capture.record = watched  # type: ignore[method-assign]
     capture.attach()
+    gc.disable()
     try:
         loss(module(*inputs)).backward()
         found = capture.collect()
+        assert not any(out() is not None for out in recorded), "a use holds on to the graph"
     finally:
+        gc.enable()
         capture.detach()
     assert found is not None
     return found

@@ -323,7 +323,6 @@ def checked_targets(target: Tensor, rows: int, ignore: int) -> tuple[Tensor, int
 class Passed:
     """What a forward pass computes, at a gradient of 1 on each unit's loss."""
 
-    losses: Tensor  # (B,) each unit's mean cross-entropy over the positions that count; 0 without any
     log_sum: Tensor  # (B, P); 0 at positions that do not count
     scale: Tensor  # (B, P), 1 / the number of a unit's positions that count
     hidden_grad: Tensor | None  # (B, P, d)
@@ -333,8 +332,12 @@ class Passed:
 
 def softmax_pass(
     hidden: Tensor, table: Tensor, target: Tensor, left_out: int | None, *, gradient: bool, norms: bool
-) -> Passed:
-    """hidden (B, P, d), table (V, d), target (B, P) with -1 where a position does not count."""
+) -> tuple[Tensor, Passed]:
+    """hidden (B, P, d), table (V, d), target (B, P) with -1 where a position does not count.
+
+    Returns losses (B,), each unit's mean cross-entropy over the positions that count, 0 without any, and the rest apart:
+    whoever keeps it must not hold on to the losses, which are about to be part of the graph.
+    """
     counts = (target >= 0).sum(1)
     scale = (target >= 0).to(hidden.dtype) / counts.clamp_min(1)[:, None]
     losses, log_sum = hidden.new_zeros(hidden.shape[0]), torch.zeros_like(scale)
@@ -373,7 +376,7 @@ def softmax_pass(
             grads[where] = mine.view_as(part.inputs) * shares[..., None]
         if square is not None and sizes is not None:
             square[part.units], sizes[where] = measure.square(), measure.sizes()
-    return Passed(losses, log_sum, scale, grads, square, sizes)
+    return losses, Passed(log_sum, scale, grads, square, sizes)
 
 
 class SoftmaxLoss(torch.autograd.Function):
@@ -387,13 +390,13 @@ class SoftmaxLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, table: Tensor, target: Tensor, left_out: int | None, passed: list[Passed] | None
     ) -> Tensor:
         gradient = ctx.needs_input_grad[0]
-        found = softmax_pass(hidden, table, target, left_out, gradient=gradient, norms=passed is not None)
+        losses, found = softmax_pass(hidden, table, target, left_out, gradient=gradient, norms=passed is not None)
         if passed is not None:
             passed.append(found)
         ctx.left_out = left_out
         of_table = (hidden, table, target, found.log_sum, found.scale) if ctx.needs_input_grad[1] else [None] * 5
         ctx.save_for_backward(found.hidden_grad, *of_table)
-        return found.losses
+        return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
