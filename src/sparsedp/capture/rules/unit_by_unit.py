@@ -31,9 +31,7 @@ def unit_by_unit(
     moved: list[Tensor] = []
 
     def prepare(value: Any) -> Any:
-        """Replaces batch tensors and parameters by their place in `moved`."""
-        if isinstance(value, (tuple, list)):
-            return type(value)(prepare(item) for item in value)
+        """Replaces a batch tensor or parameter by its place in `moved`."""
         found = capture.expression(value)
         if found is not None:
             moved.append(tap(capture, name, found, UnitAxis(0), found.tensor.ndim + 1, units))
@@ -46,29 +44,27 @@ def unit_by_unit(
             return value
         return _Place(len(moved) - 1)
 
-    spots, named = prepare(args), {key: prepare(value) for key, value in kwargs.items()}
+    spots, named = _each(args, prepare), _each(kwargs, prepare)
 
     def one(*values: Tensor) -> Tensor:
         def fill(value: Any) -> Any:
-            if isinstance(value, (tuple, list)):
-                return type(value)(fill(item) for item in value)
             return values[value.index] if isinstance(value, _Place) else value
 
-        result = func(*fill(spots), **{key: fill(value) for key, value in named.items()})
+        result = func(*_each(spots, fill), **_each(named, fill))
         if not isinstance(result, Tensor) or result.shape[:1] != (1,):
             raise capture.refuse(name, names, "its result does not have the units on axis 0", instead)
         return result[0]
 
     if units == 0:
         with torch.no_grad():
-            plain = func(*_detached(capture, args), **_detached(capture, kwargs))
+            plain = func(*_each(args, _detached), **_each(kwargs, _detached))
         return capture.record(plain, lambda grad: [], UnitAxis(0))
     try:
         out = torch.func.vmap(one, randomness="different")(*moved)
     except RuntimeError as error:
         raise capture.refuse(name, names, f"it cannot run unit by unit ({error})", instead) from error
     with torch.no_grad():
-        plain = func(*_detached(capture, args), **_detached(capture, kwargs))
+        plain = func(*_each(args, _detached), **_each(kwargs, _detached))
     closeness = 1e-4 * float(plain.abs().amax()) if plain.numel() else 0.0
     if plain.shape != out.shape or not torch.allclose(plain, out, rtol=1e-3, atol=closeness, equal_nan=True):
         raise capture.refuse(name, names, "its result for one unit depends on the others", instead)
@@ -82,9 +78,17 @@ class _Place:
         self.index = index
 
 
-def _detached(capture: Capture, value: Any) -> Any:
+def _each(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with everything changed that its lists, tuples and dicts hold.
+
+    Not a function within a function: one that calls itself there is a cycle, and what it refers to waits for the collector.
+    """
     if isinstance(value, dict):
-        return {key: _detached(capture, item) for key, item in value.items()}
+        return {key: _each(item, change) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return type(value)(_detached(capture, item) for item in value)
+        return type(value)(_each(item, change) for item in value)
+    return change(value)
+
+
+def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
