@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import nn
 
 import sparsedp
-from sparsedp import CheckpointError
+from sparsedp import CheckpointError, SparseDPError, checkpoint, mapped
 from support import Clicks, clicks, loader_of, make_private
 
 
@@ -186,3 +187,183 @@ def test_interrupted_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(OSError, match="disk full"):
         run[0].save_checkpoint(path)
     assert path.read_bytes() == old and list(tmp_path.iterdir()) == [path]
+
+
+# ------------------------------------------------------------------ damage, and reading in pieces
+
+
+def _in_small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small tensors then go the way of large ones."""
+    monkeypatch.setattr(checkpoint, "PIECE", 0)
+    monkeypatch.setattr(mapped, "PIECE", 100)
+
+
+def _perturb(run: tuple) -> None:
+    with torch.no_grad():
+        for parameter in run[1].parameters():
+            parameter.add_(1)
+
+
+def _written_after(count: int, path: Path, **options: Any) -> tuple:
+    run = start(**options)
+    steps(run, count)
+    run[0].save_checkpoint(path)
+    return run
+
+
+def test_a_flipped_bit_of_the_table_is_refused(tmp_path: Path) -> None:
+    """`torch.load` takes it without a word."""
+    path = tmp_path / "c.pt"
+    run = _written_after(2, path)
+    whole = bytearray(path.read_bytes())
+    table = run[1].table.weight.detach().numpy().tobytes()
+    assert whole.count(table) == 1
+    whole[whole.index(table) + len(table) // 2] ^= 1
+    path.write_bytes(whole)
+    assert not torch.equal(torch.load(path)["model"]["table.weight"], run[1].table.weight)
+    _refused(path, start(), r"not a complete SparseDP checkpoint: its part .*/data/\d+ is damaged")
+
+
+def test_a_damaged_byte_anywhere_is_refused_or_harmless(tmp_path: Path) -> None:
+    """Refused with nothing changed, or, where it is none of the content, such as padding, everything is as it was."""
+    path = tmp_path / "c.pt"
+    first = _written_after(2, path)
+    whole, saved = path.read_bytes(), copy.deepcopy(first[1].state_dict())
+    run, refused = start(), 0
+    for at in range(3, len(whole), len(whole) // 120):
+        damaged = bytearray(whole)
+        damaged[at] ^= 0x10
+        path.write_bytes(damaged)
+        _perturb(run)
+        before = copy.deepcopy(run[1].state_dict())
+        try:
+            run[0].load_checkpoint(path)
+            wanted = saved
+        except CheckpointError:
+            wanted, refused = before, refused + 1
+        assert all(torch.equal(value, wanted[name]) for name, value in run[1].state_dict().items()), at
+    assert refused > 30
+
+
+def test_checksums_whatever_torch_is_told(tmp_path: Path) -> None:
+    """A new checkpoint has them; one from before, without any, can be read still."""
+    path = tmp_path / "c.pt"
+    torch.serialization.set_crc32_options(False)
+    try:
+        first = _written_after(2, path)
+        assert not torch.serialization.get_crc32_options()
+        with zipfile.ZipFile(path) as archive:
+            assert archive.testzip() is None
+        torch.save(torch.load(path), tmp_path / "old.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with zipfile.ZipFile(tmp_path / "old.pt") as archive:
+        assert archive.testzip() is not None
+    second = start()
+    _perturb(second)
+    second[0].load_checkpoint(tmp_path / "old.pt")
+    assert torch.equal(second[1].table.weight, first[1].table.weight)
+
+
+@pytest.mark.parametrize("mechanism", ["dpsgd", "lazydp"])
+def test_restored_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mechanism: str) -> None:
+    _in_small_pieces(monkeypatch)
+
+    def begin() -> tuple:
+        if mechanism == "dpsgd":
+            return start()
+        torch.manual_seed(0)
+        module = Dropped()
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        made = make_private(
+            module, loader_of(*clicks(64), batch_size=8), seed=7, optimizer=optimizer, mechanism=sparsedp.LazyDP()
+        )
+        return (*made, torch.optim.lr_scheduler.ExponentialLR(made[2], 0.9))
+
+    whole = begin()
+    steps(whole, 5)
+    whole[0].save_checkpoint(tmp_path / "c.pt", extra={"scheduler": whole[4].state_dict()})
+    saved = copy.deepcopy((whole[1].state_dict(), whole[2].state_dict()))
+    steps(whole, 6)
+    again = begin()  # without momentum of its own yet
+    again[4].load_state_dict(again[0].load_checkpoint(tmp_path / "c.pt")["scheduler"])
+    steps(again, 6)
+    for name, value in whole[1].state_dict().items():
+        assert torch.equal(again[1].state_dict()[name], value), name
+    whole[0].load_checkpoint(tmp_path / "c.pt")
+    assert str(saved) == str(copy.deepcopy((whole[1].state_dict(), whole[2].state_dict())))
+    assert torch.equal(whole[1].table.weight, saved[0]["table.weight"])
+
+
+class Remembering(Clicks):
+    """With a state of its own beside parameters and buffers, and a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen, self.loads = torch.zeros(3), 0
+        self.register_load_state_dict_post_hook(lambda module, keys: setattr(module, "loads", module.loads + 1))
+
+    def get_extra_state(self) -> dict[str, torch.Tensor]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, torch.Tensor]) -> None:
+        self.seen = state["seen"]
+
+
+def test_nothing_that_was_loaded_is_a_part_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes into it afterwards changes nothing here."""
+    _in_small_pieces(monkeypatch)
+
+    def begin() -> tuple:
+        module = Remembering()
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        made = make_private(module, loader_of(*clicks(64), batch_size=8), optimizer=optimizer)
+        return (*made, torch.optim.lr_scheduler.ExponentialLR(made[2], 0.9))
+
+    first = begin()
+    first[1].seen = torch.arange(3.0)
+    steps(first, 3)
+    path = tmp_path / "c.pt"
+    first[0].save_checkpoint(path, extra={"mine": torch.arange(4.0)})
+    run = begin()
+    extra = run[0].load_checkpoint(path)
+    assert run[1].loads == 1 and torch.equal(run[1].seen, torch.arange(3.0))
+    states = extra, run[1].state_dict(), run[2].state_dict(), run[3].state_dict(), run[2].prepared, run[2].memory
+    before = copy.deepcopy(states)
+    with path.open("r+b") as file:  # in place: the memory of a mapped tensor would change
+        file.write(b"\x55" * path.stat().st_size)
+    assert str(before) == str(states)
+    assert torch.equal(extra["mine"], torch.arange(4.0)) and torch.equal(run[1].seen, torch.arange(3.0))
+    steps(run, 3)
+
+
+def test_an_interrupted_copy_is_refused_until_one_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "c.pt"
+    first = _written_after(3, path, seed=None)
+    run = start(seed=None)
+    steps(run, 1)
+    _in_small_pieces(monkeypatch)
+    copied = []
+
+    def interrupted(target: torch.Tensor, source: torch.Tensor) -> None:
+        copied.append(target)
+        if len(copied) == 4:
+            raise KeyboardInterrupt
+        mapped.copy_mapped(target, source)
+
+    key = run[0]._key
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "copy_mapped", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run[0].load_checkpoint(path)
+    paid = [entry.count for entry in run[0].ledger.entries]
+    assert sum(paid) == 4  # its own step and the checkpoint's: there are weights of both
+    assert run[0]._key is not key
+    with pytest.raises(SparseDPError, match="was interrupted"):
+        steps(run, 1)
+    with pytest.raises(SparseDPError, match="was interrupted"):
+        run[0].save_checkpoint(tmp_path / "other.pt")
+    run[0].load_checkpoint(path)
+    assert [entry.count for entry in run[0].ledger.entries] == paid  # not twice
+    assert all(torch.equal(value, first[1].state_dict()[name]) for name, value in run[1].state_dict().items())
+    steps(run, 1)

@@ -1,10 +1,17 @@
-"""Checkpoints: written atomically, checked in full before anything is restored."""
+"""Checkpoints: written atomically, checked in full before anything is restored.
+
+Nothing of a table's size is made on the way: torch writes tensors from where they are, and a file is checked piece by piece,
+mapped, and copied piece by piece into the tensors that it replaces.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
 import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +21,7 @@ from torch import nn
 
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.errors import CheckpointError
+from sparsedp.mapped import PIECE, copy_mapped
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import PrivateLoader
 
@@ -42,7 +50,7 @@ class State:
     plan: PrivacyPlan
     run: str  # the same for all checkpoints of a run, by whichever engine that continued it
     mark: str  # this checkpoint's own
-    model: dict[str, Any]
+    model: dict[str, Any]  # if read, its tensors are mapped, and those of the optimizer: copy what is to be kept
     optimizer: dict[str, Any]
     ledger: Any
     loader: dict[str, Any]
@@ -79,7 +87,7 @@ def save(path: str | os.PathLike[str], state: State) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(handle, "wb") as file, _checksums():
             torch.save(content, file)
             file.flush()
             os.fsync(file.fileno())
@@ -94,7 +102,8 @@ def load(path: str | os.PathLike[str], plan: PrivacyPlan, seed: int | None) -> S
     if not Path(path).is_file():
         raise CheckpointError(f"There is no checkpoint at {path}.")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        _require_intact(path)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(f"{path} is not a complete SparseDP checkpoint: {error}") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
@@ -106,6 +115,8 @@ def load(path: str | os.PathLike[str], plan: PrivacyPlan, seed: int | None) -> S
         raise CheckpointError(f"{path} belongs to another plan: {lines}.")
     if content["seed"] != seed:
         raise CheckpointError(f"{path} was written with seed {content['seed']}, this engine has seed {seed}.")
+    small = copy.deepcopy({key: value for key, value in content.items() if key not in ("model", "optimizer")})
+    content.update(small)  # not mapped
     return State(
         plan=plan,
         run=content["run"],
@@ -131,9 +142,11 @@ def restore(
     optimizer: PrivateOptimizer,
     ledger: Ledger,
     loader: PrivateLoader,
-) -> None:
-    """Puts a state in place. What can fail is tried on the side, so that a failure changes nothing.
+) -> Callable[[], None]:
+    """Puts a state in place, all but weights and the optimizer's tensors: these the function copies that it returns.
 
+    What can fail is tried on the side, so that a failure changes nothing; what is copied has its place then. If the copying
+    is interrupted, `optimizer.mixed` stays True and the ledger has paid for both states.
     `common` is what the ledger has in common with the checkpoint's; None: all that the checkpoint's holds.
     """
     _check_model(state.model, module)
@@ -143,21 +156,92 @@ def restore(
         raise CheckpointError(
             f"The checkpoint's ledger has {saved.composition} composition, this run {ledger.composition}."
         )
-    before = copy.deepcopy(optimizer.state_dict())
-    position = loader.state_dict()
+    before, position = _shared(optimizer.state_dict()), loader.state_dict()
+    old = {parameter: dict(own) for parameter, own in optimizer.state.items() if isinstance(own, dict)}
     try:
         optimizer.load_state_dict(state.optimizer)
         loader.load_state_dict(state.loader)
+        copies = _make_room(optimizer.state, old)
     except Exception as error:
         optimizer.load_state_dict(before)
         loader.load_state_dict(position)
         raise CheckpointError(f"The checkpoint does not fit the optimizer or the loader: {error}") from error
-    module.load_state_dict(state.model)
     ledger.go_back(saved, saved if common is None else common)
+    optimizer.mixed = True
     optimizer.forget()
     optimizer.prepared, optimizer.counted, optimizer.memory = state.prepared, list(state.counted), dict(state.memory)
     if state.torch_generator is not None:
         torch.set_rng_state(state.torch_generator)
+
+    def finish() -> None:
+        for target, source in copies:
+            copy_mapped(target, source)
+        _load_model(state.model, module)
+        optimizer.mixed = False
+
+    return finish
+
+
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Lets torch write them whatever its settings: `_require_intact` needs them."""
+    chosen = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(chosen)
+
+
+def _require_intact(path: str | os.PathLike[str]) -> None:
+    """Reads the whole file, a megabyte at a time, and compares its checksums, which `torch.load` does not look at."""
+    with zipfile.ZipFile(path) as archive:
+        # All are 0 in a file from before `_checksums`, if torch was told to leave them out: no damage does that.
+        if any(record.CRC for record in archive.infolist()) and (damaged := archive.testzip()) is not None:
+            raise CheckpointError(f"its part {damaged} is damaged: the checksum is another")
+
+
+def _shared(value: Any) -> Any:
+    """A copy of an optimizer's state with the same tensors: torch's optimizers load others in their place."""
+    if isinstance(value, dict):
+        return {key: _shared(item) for key, item in value.items()}
+    return value if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _make_room(state: Any, old: dict[Any, dict[str, Any]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Puts tensors that are not mapped into an optimizer's state, and returns what is to be copied: (target, source).
+
+    They are those of its `old` state, where these fit: momentum is as large as the table that it belongs to.
+    """
+    copies = []
+    for parameter, values in state.items():
+        if not isinstance(values, dict):
+            continue
+        for key, loaded in values.items():
+            if not isinstance(loaded, torch.Tensor) or loaded.layout != torch.strided:
+                values[key] = copy.deepcopy(loaded)
+                continue
+            before = old.get(parameter, {}).get(key)
+            values[key] = before if _fits(before, loaded) else torch.empty_like(loaded)
+            copies.append((values[key], loaded))
+    return copies
+
+
+def _fits(own: Any, loaded: torch.Tensor) -> bool:
+    if not isinstance(own, torch.Tensor) or own.layout != torch.strided or not own.is_contiguous():
+        return False
+    return (own.shape, own.dtype, own.device) == (loaded.shape, loaded.dtype, loaded.device)
+
+
+def _load_model(saved: dict[str, Any], module: nn.Module) -> None:
+    """`module.load_state_dict`, with the module's hooks, after what is large has been copied."""
+    for name, own in module.state_dict().items():
+        if not isinstance(saved[name], torch.Tensor):
+            saved[name] = copy.deepcopy(saved[name])
+        elif own.layout == torch.strided and own.is_contiguous() and saved[name].nbytes > PIECE:
+            copy_mapped(own, saved[name])
+            saved[name] = own  # to copy a tensor to itself takes torch no time
+    module.load_state_dict(saved)
 
 
 def _check_model(saved: dict[str, Any], module: nn.Module) -> None:
@@ -166,5 +250,7 @@ def _check_model(saved: dict[str, Any], module: nn.Module) -> None:
         different = ", ".join(sorted(saved.keys() ^ own.keys())[:5])
         raise CheckpointError(f"The checkpoint's model has other parameters or buffers: {different}.")
     for name, value in own.items():
+        if isinstance(value, torch.Tensor) != isinstance(saved[name], torch.Tensor):
+            raise CheckpointError(f"'{name}' is {type(saved[name]).__name__} there and {type(value).__name__} here.")
         if isinstance(value, torch.Tensor) and value.shape != saved[name].shape:
             raise CheckpointError(f"'{name}' has shape {tuple(saved[name].shape)} there and {tuple(value.shape)} here.")

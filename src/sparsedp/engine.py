@@ -379,6 +379,7 @@ class PrivacyEngine:
         same law.
         """
         module, optimizer, loader = self._parts()
+        optimizer.require_whole()
         mark = secrets.token_hex(16)
         checkpoint.save(path, checkpoint.State(
             plan=self.plan, run=self._run, mark=mark, model=module.state_dict(), optimizer=optimizer.state_dict(),
@@ -391,6 +392,7 @@ class PrivacyEngine:
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Continues a run with the same plan; returns the caller's `extra`. If anything is wrong, nothing changes.
 
+        The whole file is read and checked first, and then copied into the model, both piece by piece.
         Steps that this engine took and that are not in the checkpoint stay in the ledger: they were seen.
         """
         module, optimizer, loader = self._parts()
@@ -408,15 +410,16 @@ class PrivacyEngine:
         with nullcontext() if optimizer.lazy is None else optimizer.lazy.replaced():
             # A checkpoint of the same run by another engine shares with this one what both of them read.
             common = None if state.mark in self._marks else self._read if state.run == self._run else Ledger()
-            checkpoint.restore(state, common, module, optimizer, self.ledger, loader)
-        self._run = state.run
-        self._marks.add(state.mark)
-        self._read.load_state_dict(state.ledger)
-        if not self._key.seeded:
-            # Going back to an earlier step with the same key would put the same noise on another gradient.
-            self._key = RandomKey.from_os()
-            optimizer.noise.key = self._key.child(_NOISE)
-            loader.rekey(self._key.child(_SAMPLING))
+            copy_tensors = checkpoint.restore(state, common, module, optimizer, self.ledger, loader)
+            self._run = state.run
+            self._marks.add(state.mark)
+            self._read.load_state_dict(state.ledger)
+            if not self._key.seeded:
+                # Going back to an earlier step with the same key would put the same noise on another gradient.
+                self._key = RandomKey.from_os()
+                optimizer.noise.key = self._key.child(_NOISE)
+                loader.rekey(self._key.child(_SAMPLING))
+            copy_tensors()
         return state.extra
 
     def _parts(self) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:

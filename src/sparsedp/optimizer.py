@@ -123,6 +123,7 @@ class PrivateOptimizer(Optimizer):
         self.ledger = ledger
         self.noise = noise
         self.last_step: StepReport | None = None
+        self.mixed = False  # whether weights are in part those of a checkpoint that is being loaded
         # Entered around each stage of a step; benchmarks put a stopwatch here.
         self.stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self._parameters = dict(parameters)
@@ -246,7 +247,14 @@ class PrivateOptimizer(Optimizer):
         if batch.last:
             self._release(batch.span)
 
+    def require_whole(self) -> None:
+        if self.mixed:
+            raise SparseDPError(
+                "Loading a checkpoint was interrupted: some weights are its own, others are those from before. Load it again."
+            )
+
     def _next_batch(self) -> BatchInfo:
+        self.require_whole()
         batch = self._current_batch()
         if batch is None:
             raise SparseDPError(
