@@ -2,8 +2,9 @@
 
 from sparsedp.models.dlrm import DLRM, dlrm_table_sizes
 from sparsedp.models.dpformer import DPFormer
+from sparsedp.models.dual import DualEncoder
 from sparsedp.models.pctr import PCTR
 from sparsedp.models.recurrent import RecurrentRecommender
 from sparsedp.models.sequence import SequenceModel
 
-__all__ = ["DLRM", "PCTR", "DPFormer", "RecurrentRecommender", "SequenceModel", "dlrm_table_sizes"]
+__all__ = ["DLRM", "PCTR", "DPFormer", "DualEncoder", "RecurrentRecommender", "SequenceModel", "dlrm_table_sizes"]
