@@ -219,7 +219,7 @@ def test_settings_along_the_quantities() -> None:
     base = lazydp.Setting(gigabytes=4.0, batch=2048)
     values = {name: list(quantity.values(base)) for name, quantity in lazydp.QUANTITIES.items()}
     assert [s.batch for s in values["batch"]] == [1024, 2048, 4096]
-    assert [s.gigabytes for s in values["gigabytes"]] == [1, 2, 4, 8]
+    assert [s.gigabytes for s in values["gigabytes"]] == [0.4, 1, 2, 4, 8]
     assert [s.pooling for s in values["pooling"]] == [1, 10, 20, 30]
     assert [s.skew for s in values["skew"]] == list(SKEWS)
     assert all(base in settings for settings in values.values())

@@ -1,7 +1,7 @@
 """`sparsedp bench lazydp`: a step of DLRM under SGD, DP-SGD in its three forms, LazyDP, EANA and AdaFEST.
 
-Of the LazyDP paper's section 7, at sizes that fit an ordinary machine: batch sizes (figures 10 and 14), stages of a step
-(figure 11), table sizes, pooling factors and skew (figure 13 a, b and d).
+Of the LazyDP paper's sections 4 and 7, at sizes that fit an ordinary machine: batch sizes (figures 10 and 14), stages of a
+step (figures 3, 5 and 11), table sizes (figures 3, 5 and 13a), pooling factors and skew (figure 13 b and d).
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ QUANTITIES: dict[str, Quantity[Setting]] = {
         "Batch size (figures 10 and 14)", lambda s: [replace(s, batch=max(1, int(s.batch * f))) for f in (0.5, 1, 2)]
     ),
     "gigabytes": Quantity(
-        "Size of the tables (figure 13a)", lambda s: [replace(s, gigabytes=s.gigabytes * f) for f in (0.25, 0.5, 1, 2)]
+        "Size of the tables (figures 3, 5 and 13a)",  # a tenth of the base, about figure 3's smallest
+        lambda s: [replace(s, gigabytes=s.gigabytes * f) for f in (0.1, 0.25, 0.5, 1, 2)],
     ),
     "pooling": Quantity("Ids per feature (figure 13b)", lambda s: [replace(s, pooling=p) for p in (1, 10, 20, 30)]),
     "skew": Quantity("Skew of the lookups (figure 13d)", lambda s: [replace(s, skew=skew) for skew in SKEWS]),

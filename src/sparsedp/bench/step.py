@@ -18,8 +18,18 @@ from sparsedp.engine import PrivacyEngine
 from sparsedp.lazy.tables import LazyTables
 from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, Mechanism
 from sparsedp.models import PCTR
+from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.refusals import find_tables
 from sparsedp.sampling import BatchInfo
+
+# In the order of a step, for tables and plots.
+STAGES = ("forward", "settling", "backward", "collect", "norms", "sums", "selection", "noise", "update")
+
+
+def click_loss(module: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+    """The mean cross-entropy of logits (B,) and a target of zeros and ones."""
+    *inputs, target = batch
+    return binary_cross_entropy_with_logits(module(*inputs), target)
 
 
 @dataclass
@@ -29,6 +39,7 @@ class Workload:
     name: str
     make: Callable[[bool], nn.Module]  # sparse gradients for the tables or not
     batch: tuple[Tensor, ...]  # inputs and target
+    loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor] = click_loss  # of the module on the batch
 
 
 def mlp(batch: int, width: int = 1024, features: int = 512) -> Workload:
@@ -61,10 +72,9 @@ def plain_step(workload: Workload, watch: Stopwatch | None = None) -> Callable[[
     stage = Stopwatch() if watch is None else watch
 
     def run() -> None:
-        *inputs, target = workload.batch
         optimizer.zero_grad()
         with stage("forward"):
-            loss = binary_cross_entropy_with_logits(module(*inputs), target)
+            loss = workload.loss(module, workload.batch)
         with stage("backward"):
             loss.backward()
         with stage("update"):
@@ -88,6 +98,7 @@ class PrivateRun:
     step: Callable[[], None]
     wait: Callable[[int], None]  # lets so many steps pass that nobody takes part in
     engine: PrivacyEngine
+    optimizer: PrivateOptimizer
 
 
 def private_run(
@@ -111,11 +122,10 @@ def private_run(
     steps = iter(range(1 << 60))
 
     def step() -> None:
-        *inputs, target = workload.batch
         loader.current = BatchInfo(units, units, True, True, next(steps))
         optimizer.zero_grad()
         with watch("forward"):
-            loss = binary_cross_entropy_with_logits(module(*inputs), target)
+            loss = workload.loss(module, workload.batch)
         with watch("backward"):
             loss.backward()
         optimizer.step()
@@ -135,7 +145,7 @@ def private_run(
             parameter.requires_grad_(True)
         watch.forget()
 
-    return PrivateRun(step, wait, engine)
+    return PrivateRun(step, wait, engine, optimizer)
 
 
 def _time_settling(lazy: LazyTables, watch: Stopwatch) -> None:
@@ -159,7 +169,8 @@ def bench_step(models: list[str], *, batch: int, repeats: int, scale: float) -> 
         if name != "mlp":  # without tables all mechanisms are the same
             mechanisms |= {"adafest": AdaFEST(threshold=10.0, noise_ratio=5.0), "eana": EANA()}
         watches = {mechanism: Stopwatch() for mechanism in mechanisms}
-        variants = {"plain": plain_step(workload)}
+        plain_watch = Stopwatch()
+        variants = {"plain": plain_step(workload, plain_watch)}
         variants |= {key: private_step(workload, watches[key], value) for key, value in mechanisms.items()}
         timings = interleaved(variants, repeats)
         for mechanism in mechanisms:
@@ -171,6 +182,7 @@ def bench_step(models: list[str], *, batch: int, repeats: int, scale: float) -> 
                     "plain": timings["plain"].to_dict(),
                     "private": timings[mechanism].to_dict(),
                     "ratio": ratio(timings[mechanism], timings["plain"]),
+                    "plain_stages": plain_watch.stages,
                     "stages": watches[mechanism].stages,
                 }
             )

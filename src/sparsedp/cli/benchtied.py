@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +12,6 @@ from sparsedp.cli.benchtables import (
     milliseconds,
     positive,
     positive_number,
-    prepare_output,
     ratio_table,
     say_left_out,
     stage_table,
@@ -53,14 +51,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes processes")
     parser.add_argument("--quick", action="store_true", help="under a minute: small, few repeats, no memory")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots there; needs matplotlib")
 
 
 def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Measures and shows; returns what `--json` writes."""
     from sparsedp.bench.tied import Setting, bench_tied
 
-    prepare_output(args)
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
     vary = args.vary or (("none",) if args.quick else VARIED)
     result = bench_tied(

@@ -1,0 +1,90 @@
+"""`sparsedp bench bound`: its options, and its result as tables."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from sparsedp.cli.benchtables import make_table, positive, positive_number
+from sparsedp.cli.progress import Lines
+
+# As in sparsedp.bench.bound, which is only loaded to measure.
+WORKLOADS = ("pctr", "dlrm", "dual", "tied", "tied_softmax", "tied_candidates")
+FULL = {
+    "batch": 2048, "scale": 1.0, "gigabytes": 1.0, "labels": 1_000_000, "items": 3400, "length": 100, "sequences": 64,
+    "repeats": 10,
+}  # fmt: skip
+QUICK = {
+    "batch": 128, "scale": 0.05, "gigabytes": 0.02, "labels": 5000, "items": 300, "length": 20, "sequences": 8, "repeats": 2,
+}  # fmt: skip
+# Seconds for each way to do something, sizes of what is streamed, and of the table that rows are looked up in.
+_FULL_RATES = (0.08, tuple(1 << power for power in (20, 22, 24, 25, 26, 29)), 1 << 29)
+_QUICK_RATES = (0.005, tuple(1 << power for power in (20, 24, 25, 27)), 1 << 27)
+_HELP = {
+    "batch": "units in a batch of the click models and the dual encoder",
+    "scale": "pCTR: Criteo's vocabulary sizes times this",
+    "gigabytes": "size of DLRM's tables",
+    "labels": "items of the dual encoder",
+    "items": "items of the tied Transformer",
+    "length": "positions of its sequences",
+    "sequences": "sequences in its batch",
+    "repeats": "repeats of each variant",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for key, text in _HELP.items():
+        help = f"{text} (default: {FULL[key]:g}; {QUICK[key]:g} with --quick)"
+        whole = isinstance(FULL[key], int)
+        parser.add_argument(
+            f"--{key}", type=positive if whole else positive_number, metavar="N" if whole else "X", help=help
+        )
+    parser.add_argument(
+        "--workload", choices=WORKLOADS, action="append", help="which one (default: all); may be repeated"
+    )
+    parser.add_argument("--quick", action="store_true", help="some seconds: small, few repeats, rough rates")
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measures and shows; returns what `--json` writes."""
+    from sparsedp.bench.bound import Sizes, bench_bound
+    from sparsedp.bench.rates import Rates
+
+    chosen: dict[str, Any] = {
+        key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()
+    }
+    repeats = chosen.pop("repeats")
+    result = bench_bound(
+        Sizes(**chosen),
+        subjects=args.workload or WORKLOADS,
+        repeats=repeats,
+        rates=Rates(*(_QUICK_RATES if args.quick else _FULL_RATES)),
+        say=Lines(Console(stderr=True)).say,
+    )
+    show(console, result)
+    if args.plots is not None:
+        from sparsedp.report.boundplots import write_bound_plots
+
+        console.print(f"plots in {args.plots}: {', '.join(write_bound_plots(result, args.plots))}", markup=False)
+    return result
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    from sparsedp.report.speed.bound import STAGE_HEAD, STEP_HEAD, rate_lines, stage_lines, step_lines
+
+    table = make_table("The machine, at best", ("what", "in a second"))
+    for line in rate_lines(result["rates"]):
+        table.add_row(*line)
+    console.print(table)
+    for workload in dict.fromkeys(row["workload"] for row in result["rows"]):
+        rows = [row for row in result["rows"] if row["workload"] == workload]
+        table = make_table(f"{rows[0]['title']}, {rows[0]['setting']}", STAGE_HEAD)
+        for line in stage_lines(rows):
+            table.add_row(*line)
+        console.print(table)
+    table = make_table("Steps: ms", STEP_HEAD)
+    for line in step_lines(result["rows"]):
+        table.add_row(*line)
+    console.print(table)

@@ -1,0 +1,85 @@
+"""`sparsedp bench dual`: its options, and its result as tables."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from sparsedp.cli.benchtables import make_table, milliseconds, positive, say_left_out, stage_table
+from sparsedp.cli.progress import Lines
+
+# MovieLens 20M, and the two vocabularies of the paper's industry data.
+FULL: dict[str, Any] = {"items": (27_278, 100_000, 5_000_000), "batch": (64, 1024), "repeats": 30, "slow_repeats": 3}
+QUICK: dict[str, Any] = {"items": (1000, 20_000), "batch": (64,), "repeats": 3, "slow_repeats": 1}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def default(key: str) -> str:
+        full, quick = (", ".join(map(str, of[key])) if isinstance(of[key], tuple) else of[key] for of in (FULL, QUICK))
+        return f"(default: {full}; {quick} with --quick)"
+
+    parser.add_argument(
+        "--items", type=positive, action="append", metavar="N",
+        help=f"items in the vocabulary; may be repeated {default('items')}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batch", type=positive, action="append", metavar="N",
+        help=f"units in a batch; may be repeated: further ones at the last vocabulary {default('batch')}",
+    )  # fmt: skip
+    parser.add_argument("--repeats", type=positive, metavar="N", help=f"repeats of a variant {default('repeats')}")
+    parser.add_argument(
+        "--slow-repeats", type=positive, metavar="N",
+        help=f"of DP-SGD over more than a gigabyte of tables {default('slow_repeats')}",
+    )  # fmt: skip
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes a process each")
+    parser.add_argument("--quick", action="store_true", help="half a minute: small, few repeats, no memory")
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measures and shows; returns what `--json` writes."""
+    from sparsedp.bench.dual import bench_dual
+
+    chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
+    result = bench_dual(
+        chosen["items"],
+        chosen["batch"],
+        repeats=chosen["repeats"],
+        slow_repeats=chosen["slow_repeats"],
+        memory=not (args.no_memory or args.quick),
+        say=Lines(Console(stderr=True)).say,
+    )
+    show(console, result)
+    if args.plots is not None:
+        from sparsedp.report.dualplots import write_dual_plots
+
+        console.print(f"plots in {args.plots}: {', '.join(write_dual_plots(result, args.plots))}", markup=False)
+    return result
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    from sparsedp.bench.dual import VARIANTS, Setting
+    from sparsedp.bench.step import STAGES
+    from sparsedp.bench.varied import stages_of
+
+    peaks = {(Setting(**row["setting"]), row["variant"]): row["bytes"] for row in result["memory"]}
+    columns = ("variant", "ms: best / median ± spread", "steps/s", "/ SGD", "/ EANA", "DP-SGD / this", "extra MB")
+    for setting in dict.fromkeys(Setting(**row["setting"]) for row in result["rows"]):
+        table = make_table(f"Dual encoder, {setting}", columns)
+        for row in result["rows"]:
+            if Setting(**row["setting"]) != setting:
+                continue
+            dense, peak = row.get("dpsgd_over_this"), peaks.get((setting, row["variant"]))
+            table.add_row(
+                VARIANTS[row["variant"]], milliseconds(row), f"{row['steps_per_second']:.3g}",
+                f"{row['ratio_to_sgd']['best']:.2f}", f"{row['ratio_to_eana']['best']:.2f}",
+                "-" if dense is None else f"{dense['best']:.3g}", "-" if peak is None else f"{peak / 1e6:.0f}",
+            )  # fmt: skip
+        console.print(table)
+    base = [row for row in result["rows"] if row["base"]]
+    if base:
+        heads = [VARIANTS[row["variant"]] for row in base]
+        title = f"Where the time goes, {Setting(**result['base'])}; best, ms"
+        console.print(stage_table(title, stages_of(base, STAGES), base, heads))
+    say_left_out(console, result, VARIANTS, Setting)

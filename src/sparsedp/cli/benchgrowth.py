@@ -1,0 +1,97 @@
+"""`sparsedp bench growth`: its options, and its result as tables."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from sparsedp.cli.benchtables import make_table, positive
+from sparsedp.cli.progress import Lines
+
+VARIED = ("batch", "tables", "dim", "rows", "length")  # as in sparsedp.bench.growth, which is only loaded to measure
+FULL = {
+    "batch": 1024, "tables": 8, "rows": 100_000, "dim": 32, "items": 3400, "length": 64, "sequences": 32, "repeats": 12,
+    "slow_repeats": 4,
+}  # fmt: skip
+QUICK = {
+    "batch": 256, "tables": 4, "rows": 10_000, "dim": 16, "items": 500, "length": 16, "sequences": 8, "repeats": 3,
+    "slow_repeats": 2,
+}  # fmt: skip
+_HELP = {
+    "batch": "units in a batch of the click model",
+    "tables": "its tables",
+    "rows": "rows of each table",
+    "dim": "dim of the tables",
+    "items": "items of the tied Transformer",
+    "length": "positions of a sequence",
+    "sequences": "sequences in a batch",
+    "repeats": "repeats of a variant",
+    "slow_repeats": "of DP-SGD, which takes time for every row",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    for key, text in _HELP.items():
+        help = f"{text} (default: {FULL[key]}; {QUICK[key]} with --quick)"
+        parser.add_argument(f"--{key.replace('_', '-')}", type=positive, metavar="N", help=help)
+    parser.add_argument(
+        "--vary", choices=VARIED, action="append",
+        help="what to vary, one at a time, around the values above (default: all); may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes a process each")
+    parser.add_argument("--quick", action="store_true", help="under half a minute: small, few repeats, no memory")
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measures and shows; returns what `--json` writes."""
+    from sparsedp.bench import tied
+    from sparsedp.bench.growth import Click, bench_growth
+
+    chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
+    result = bench_growth(
+        Click(chosen["batch"], chosen["tables"], chosen["rows"], chosen["dim"]),
+        tied.Setting(items=chosen["items"], length=chosen["length"], batch=chosen["sequences"]),
+        vary=args.vary or VARIED,
+        repeats=chosen["repeats"],
+        slow_repeats=chosen["slow_repeats"],
+        memory=not (args.no_memory or args.quick),
+        say=Lines(Console(stderr=True)).say,
+    )
+    show(console, result)
+    if args.plots is not None:
+        from sparsedp.report.growthplots import write_growth_plots
+
+        console.print(f"plots in {args.plots}: {', '.join(write_growth_plots(result, args.plots))}", markup=False)
+    return result
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    from sparsedp.bench import tied
+    from sparsedp.bench.growth import MODELS, Click
+    from sparsedp.report.speed.growth import along, exponent, memory_lines, range_of
+
+    settings = {"click": Click(**result["click"]), "sequence": tied.Setting(**result["sequence"])}
+    for model, kind in MODELS.items():
+        lines = along(result, model)
+        if not lines:
+            continue
+        console.print(f"{kind.title}, around {settings[model]}", highlight=False)
+        table = make_table(
+            "time ~ x^exponent ± standard error (top half)", ("quantity", "range", *kind.variants.values())
+        )
+        for name, fits in lines.items():
+            cells = [exponent(fits.get(variant)) for variant in kind.variants]
+            table.add_row(kind.quantities[name].title, range_of(fits), *cells)
+        console.print(table)
+    if result["memory"]:
+        head, memory = memory_lines(result["memory"])
+        table = make_table("Peak memory beyond the tables, MB (share of the tables)", head)
+        for line in memory:
+            table.add_row(*line)
+        console.print(table)
+    for gone in result["left_out"]:
+        variants = ", ".join(MODELS[gone["model"]].variants[name] for name in gone["variants"])
+        setting = type(settings[gone["model"]])(**gone["setting"])
+        console.print(f"Left out at {setting}, not enough memory: {variants}", markup=False)

@@ -1,0 +1,65 @@
+"""`sparsedp bench step`: its options, and its result as tables."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from sparsedp.cli.benchtables import make_table, milliseconds, positive, positive_number, stage_table
+
+MODELS = ("mlp", "pctr")
+FULL = {"batch": 2048, "repeats": 20, "scale": 1.0}
+QUICK = {"batch": 256, "repeats": 5, "scale": 0.1}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    def default(key: str) -> str:
+        return f"(default: {FULL[key]:g}; {QUICK[key]:g} with --quick)"
+
+    parser.add_argument("--model", choices=MODELS, action="append", help="which model (default: all); may be repeated")
+    parser.add_argument("--batch", type=positive, metavar="N", help=f"units in a batch {default('batch')}")
+    parser.add_argument("--repeats", type=positive, metavar="N", help=f"repeats of each variant {default('repeats')}")
+    parser.add_argument(
+        "--scale",
+        type=positive_number,
+        metavar="X",
+        help=f"pCTR: Criteo's vocabulary sizes times this {default('scale')}",
+    )
+    parser.add_argument("--quick", action="store_true", help="some seconds: small, few repeats")
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measures and shows; returns what `--json` writes."""
+    from sparsedp.bench.step import STAGES, bench_step
+
+    chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
+    result = bench_step(
+        args.model or list(MODELS), batch=int(chosen["batch"]), repeats=int(chosen["repeats"]), scale=chosen["scale"]
+    )
+    show(console, result)
+    if args.plots is not None:
+        from sparsedp.report.stageplot import write_step_plots
+
+        console.print(f"plots in {args.plots}: {', '.join(write_step_plots(result, STAGES, args.plots))}", markup=False)
+    return result
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    from sparsedp.bench.step import STAGES
+    from sparsedp.bench.varied import stages_of
+
+    table = make_table(
+        "Private step against plain PyTorch SGD; best / median ± spread, ms",
+        ("model", "mechanism", "batch", "plain", "private", "ratio of best", "ratio of median"),
+    )
+    for row in result["rows"]:
+        table.add_row(
+            row["model"], row["mechanism"], str(row["batch"]), milliseconds(row["plain"]), milliseconds(row["private"]),
+            f"{row['ratio']['best']:.2f}", f"{row['ratio']['median']:.2f}",
+        )  # fmt: skip
+    console.print(table)
+    heads = [f"{row['model']} {row['mechanism']}" for row in result["rows"]]
+    title = "Where the private step's time goes; best, ms"
+    console.print(stage_table(title, stages_of(result["rows"], STAGES), result["rows"], heads))

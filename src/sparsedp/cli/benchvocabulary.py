@@ -1,0 +1,51 @@
+"""`sparsedp bench vocabulary`: its options, and its result as a table."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+
+from sparsedp.cli.benchtables import make_table, milliseconds, positive
+
+QUICK_ROWS = (10_000, 100_000)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--rows", type=positive, action="append", metavar="N",
+        help=f"rows of the table (default: the paper's sizes; {QUICK_ROWS[0]} and {QUICK_ROWS[1]} with --quick); may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--repeats", type=positive, metavar="N", help="repeats of each variant (default: 5; 3 with --quick)"
+    )
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes a process each")
+    parser.add_argument("--quick", action="store_true", help="some seconds: small, few repeats, no memory")
+
+
+def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Measures and shows; returns what `--json` writes."""
+    from sparsedp.bench.vocabulary import SIZES, bench_vocabulary
+
+    sizes = args.rows or list(QUICK_ROWS if args.quick else SIZES)
+    repeats = args.repeats or (3 if args.quick else 5)
+    result = bench_vocabulary(sizes, repeats=repeats, memory=not (args.no_memory or args.quick))
+    show(console, result)
+    if args.plots is not None:
+        from sparsedp.report.vocabularyplot import write_vocabulary_plots
+
+        console.print(f"plots in {args.plots}: {', '.join(write_vocabulary_plots(result, args.plots))}", markup=False)
+    return result
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    title = f"A step on one table, dim {result['dim']}, batch {result['batch']}; best / median ± spread, ms"
+    table = make_table(title, ("rows", "variant", "time", "ratio to plain", "DP-SGD / this", "extra memory / table"))
+    for row in result["rows"]:
+        memory = f"{100 * row['extra_memory']['share_of_table']:.1f} %" if "extra_memory" in row else "-"
+        table.add_row(
+            f"{row['rows']:,}", row["variant"], milliseconds(row), f"{row['ratio_to_plain']['best']:.2f}",
+            f"{row['dpsgd_over_this']['best']:.1f}", memory,
+        )  # fmt: skip
+    console.print(table)

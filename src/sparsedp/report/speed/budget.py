@@ -1,0 +1,92 @@
+"""What the performance budget asks for, beside what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from sparsedp.report.speed.tables import markdown_table
+
+Results = Mapping[str, Mapping[str, Any]]
+Found = Iterable[tuple[str, float]]  # where, and the ratio of best times there
+
+
+class Line(NamedTuple):
+    what: str
+    most: float | None  # None: there is a least instead
+    least: float | None
+    find: Callable[[Results], Found]
+
+
+def _rows(results: Results, part: str) -> list[Mapping[str, Any]]:
+    return results.get(part, {}).get("rows", [])
+
+
+def _against_plain(results: Results) -> Found:
+    for row in _rows(results, "step"):
+        if row["mechanism"] in ("adafest", "eana") and row["model"] == "pctr":
+            yield f"pCTR {row['mechanism']}", row["ratio"]["best"]
+    for row in _rows(results, "lazydp"):
+        if row["base"] and row["variant"] in ("lazydp", "adafest", "eana"):
+            yield f"DLRM {row['variant']}", row["ratio_to_sgd"]["best"]
+
+
+def _over_rows(results: Results) -> Found:
+    rows = _rows(results, "vocabulary")
+    sizes = sorted({row["rows"] for row in rows})
+    for variant in ("adafest", "eana"):
+        times = {row["rows"]: row["best"] for row in rows if row["variant"] == variant}
+        if len(times) > 1:
+            yield f"{variant}, {sizes[-1]:,} / {sizes[0]:,} rows", times[sizes[-1]] / times[sizes[0]]
+
+
+def _dense_over_sparse(results: Results) -> Found:
+    rows = [row for row in _rows(results, "vocabulary") if row["variant"] == "adafest"]
+    if rows:
+        last = max(rows, key=lambda row: row["rows"])
+        yield f"{last['rows']:,} rows", last["dpsgd_over_this"]["best"]
+
+
+def _tied(results: Results) -> Found:
+    for row in _rows(results, "tied"):
+        if row["base"] and row["variant"] in ("logits", "softmax"):
+            yield (
+                {"logits": "full logits", "softmax": "table_softmax_loss"}[row["variant"]],
+                row["ratio_to_plain"]["best"],
+            )
+
+
+def _lazy_over_eana(results: Results) -> Found:
+    for row in _rows(results, "lazydp"):
+        if row["base"] and row["variant"] == "lazydp" and "ratio_to_eana" in row:
+            yield "DLRM", row["ratio_to_eana"]["best"]
+
+
+def _memory(results: Results) -> Found:
+    rows = [row for row in _rows(results, "vocabulary") if "extra_memory" in row]
+    largest = max((row["rows"] for row in rows), default=0)
+    for row in rows:
+        if row["rows"] == largest and row["variant"] in ("adafest", "eana"):
+            yield f"{row['variant']}, {largest:,} rows", row["extra_memory"]["share_of_table"]
+
+
+LINES = (
+    Line("private step / plain PyTorch, pCTR and DLRM", 1.0, None, _against_plain),
+    Line("step at most rows / step at fewest, one table", 1.15, None, _over_rows),
+    Line("dense DP-SGD / AdaFEST, one table, most rows", None, 300.0, _dense_over_sparse),
+    Line("tied sequence model, private / not", 1.25, None, _tied),
+    Line("LazyDP / EANA", 1.15, None, _lazy_over_eana),
+    Line("peak memory beyond the table, share of it", 0.05, None, _memory),
+)
+
+
+def section(results: Results) -> str:
+    lines = []
+    for what, most, least, find in LINES:
+        asked = f"at most {most:g}" if most is not None else f"at least {least:g}"
+        for where, value in find(results):
+            met = value <= most if most is not None else least is not None and value >= least
+            lines.append([what, where, asked, f"{value:.3g}", "yes" if met else "no"])
+    if not lines:
+        return ""
+    return "## The budget\n\n" + markdown_table(("what", "where", "budget", "measured", "met"), lines)

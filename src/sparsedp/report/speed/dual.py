@@ -1,0 +1,53 @@
+"""`sparsedp bench dual` as a section of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparsedp.bench.dual import VARIANTS, Setting
+from sparsedp.bench.step import STAGES
+from sparsedp.report.speed.tables import images, markdown_table, milliseconds, times
+from sparsedp.report.speed.varied import stage_lines
+
+
+def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+    peaks = {(Setting(**row["setting"]), row["variant"]): row for row in result["memory"]}
+    rows = sorted(result["rows"], key=lambda row: (row["setting"]["batch"], row["setting"]["items"]))
+    lines = []
+    for row in rows:
+        setting = Setting(**row["setting"])
+        peak = peaks.get((setting, row["variant"]))
+        lines.append(
+            [
+                f"{setting.items:,}", f"{setting.batch:,}", VARIANTS[row["variant"]], milliseconds(row),
+                f"{row['steps_per_second']:.3g}", times(row["ratio_to_sgd"]), times(row["ratio_to_eana"]),
+                times(row.get("dpsgd_over_this")),
+                "-" if peak is None else f"{peak['bytes'] / 1e6:,.0f} MB ({100 * peak['share_of_tables']:.2g} %)",
+            ]
+        )  # fmt: skip
+    head = (
+        "items", "batch", "", "step", "steps/s, best", "/ SGD", "/ EANA", "DP-SGD / this",
+        "memory beyond the tables (share)",
+    )  # fmt: skip
+    pieces = [
+        "## The dual encoder and EANA",
+        f"Bags of {result['length']} items against the next one, two tables of dim {result['dim']}, softmax over the target and "
+        f"{result['negatives']} uniform negatives of each unit's own (the EANA paper's Table 3); a new batch for every step, "
+        "drawn before it.",
+    ]
+    if lines:
+        pieces.append(markdown_table(head, lines))
+    base = [row for row in rows if row["base"]]
+    if base:
+        pieces += [f"Where the time goes, {Setting(**result['base'])}:", stage_lines(base, VARIANTS, STAGES)]
+    pieces += [
+        f"Left out at {Setting(**gone['setting'])}, {gone['reason']}: {', '.join(VARIANTS[v] for v in gone['variants'])}."
+        for gone in result["left_out"]
+    ]
+    pieces += [
+        "EANA has no guarantee: which rows carry noise tells which were looked up. LazyDP and AdaFEST have one. At the paper's "
+        "small batch a private step mostly pays for its operations one by one.",
+        images(plots, "dual_"),
+    ]
+    return "\n\n".join(piece for piece in pieces if piece)

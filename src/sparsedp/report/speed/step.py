@@ -1,0 +1,44 @@
+"""`sparsedp bench step` as a section of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparsedp.bench.step import STAGES
+from sparsedp.bench.varied import stages_of
+from sparsedp.report.speed.tables import images, markdown_table, milliseconds, times
+
+_NAMES = {"dpsgd": "DP-SGD", "adafest": "AdaFEST", "eana": "EANA", "mlp": "MLP", "pctr": "pCTR"}
+
+
+def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+    rows = result["rows"]
+    names = [f"{_NAMES[row['model']]}, {_NAMES[row['mechanism']]}" for row in rows]
+    table = markdown_table(
+        ("model, mechanism", "plain", "private", "private / plain"),
+        (
+            [name, milliseconds(row["plain"]), milliseconds(row["private"]), times(row["ratio"])]
+            for name, row in zip(names, rows)
+        ),
+    )
+    stages = markdown_table(
+        ("stage, best, ms", *names),
+        (
+            [stage, *(f"{1e3 * row['stages'][stage]:.1f}" if stage in row["stages"] else "-" for row in rows)]
+            for stage in stages_of(rows, STAGES)
+        ),
+    )
+    return f"""## A step against plain PyTorch
+
+Batch {rows[0]["batch"]}; plain is `nn.Embedding(sparse=True)` with `SGD` and autograd. The MLP has
+no tables; pCTR has Criteo's vocabularies, times {result["scale"]:g}.
+
+{table}
+
+{stages}
+
+Forward, backward (to activations only) and sums (the weight gradients) are what a plain step consists of. A private
+step reads all activations and gradients once more for its norms, finds the distinct rows, and draws noise.
+
+{images(plots, "step_")}"""

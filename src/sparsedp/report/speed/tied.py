@@ -1,0 +1,56 @@
+"""`sparsedp bench tied` as a section of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparsedp.bench.tied import QUANTITIES, STAGES, VARIANTS, Setting
+from sparsedp.report.speed.tables import images, markdown_table, milliseconds, times
+from sparsedp.report.speed.varied import ratios_along, stage_lines
+
+
+def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+    base = [row for row in result["rows"] if row["base"]]
+    memory = {row["variant"]: row for row in result["memory"]}
+    lines = []
+    for row in base:
+        own = memory.get(row["variant"])
+        each = "-" if own is None else f"{own['bytes_each'] / 1e6:.1f}"
+        largest = "-" if own is None or own["largest_batch"] is None else f"{own['largest_batch']:,}"
+        lines.append(
+            [
+                VARIANTS[row["variant"]],
+                milliseconds(row),
+                times(row["ratio_to_plain"]),
+                times(row.get("ratio_to_chunked")),
+                each,
+                largest,
+            ]
+        )
+    head = (
+        "",
+        "step",
+        "/ PyTorch",
+        "/ PyTorch, table_softmax_loss",
+        "MB per unit",
+        f"largest batch in {result['gigabytes']:g} GB",
+    )
+    pieces = [
+        "## Tied sequence models",
+        f"A causal Transformer, dim {result['dim']}, {result['blocks']} blocks, whose input and output table are one: "
+        f"{Setting(**result['base'])}; {result['negatives']} negatives where candidates are scored.",
+    ]
+    if base:
+        pieces += [markdown_table(head, lines), stage_lines(base, VARIANTS, STAGES)]
+    pieces += [
+        ratios_along(result["rows"], key, quantity, VARIANTS, "plain", "ratio_to_plain")
+        for key, quantity in QUANTITIES.items()
+    ]
+    pieces += [
+        "The largest batch is a linear fit to peak memory, each in a process of its own (the DPFormer paper's figure 3). Ghost "
+        "clipping forms a matrix of vocabulary x vocabulary for a unit's output, as the paper describes it. For small steps the "
+        "capture of some hundred operations is what counts.",
+        images(plots, "tied_"),
+    ]
+    return "\n\n".join(piece for piece in pieces if piece)

@@ -1,0 +1,44 @@
+"""`sparsedp bench vocabulary` as a section of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sparsedp.report.speed.tables import images, markdown_table, milliseconds
+
+
+def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+    rows = {(row["rows"], row["variant"]): row for row in result["rows"]}
+    sizes = list(dict.fromkeys(size for size, _ in rows))
+    variants = list(dict.fromkeys(variant for _, variant in rows))
+    time = markdown_table(
+        ("rows", *variants, "DP-SGD / AdaFEST"),
+        (
+            [
+                f"{size:,}", *(milliseconds(rows[size, variant]) for variant in variants),
+                f"{rows[size, 'adafest']['dpsgd_over_this']['best']:.3g}",
+            ]
+            for size in sizes
+        ),
+    )  # fmt: skip
+    pieces = [
+        "## One table of more and more rows",
+        f"Dim {result['dim']}, batch {result['batch']}, one id per unit (the DP-AdaFEST paper's Table 4).",
+        time,
+    ]
+    if all("extra_memory" in row for row in result["rows"]):
+        shares = (
+            [f"{size:,}", *(f"{100 * rows[size, v]['extra_memory']['share_of_table']:.1f} %" for v in variants)]
+            for size in sizes
+        )
+        pieces += [
+            "Peak memory beyond the table, as a share of it, in a process of its own:",
+            markdown_table(("rows", *variants), shares),
+        ]
+    pieces += [
+        "FEST's memory is its one-off selection, which ranks all rows. Against a plain step of a millisecond, a private one pays "
+        "for its operations one by one.",
+        images(plots, "vocabulary_"),
+    ]
+    return "\n\n".join(pieces)
