@@ -1,0 +1,110 @@
+"""The runs of movielens-sweep.yaml as the DPFormer paper's Table 1, with the paper's numbers beside them, and learning curves.
+
+sparsedp sweep benchmarks/dpformer/movielens-sweep.yaml
+python benchmarks/dpformer/table.py runs/dpformer-movielens --plot docs/img/dpformer_curves.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# NDCG@10 and HIT@10 in percent at epsilon 5, 8 and 10: DPFormer, Table 1.
+PAPER = {
+    "gru": ((2.26, 4.58), (2.40, 4.75), (2.81, 5.53)),
+    "lstm": ((2.65, 5.08), (2.76, 5.41), (2.95, 5.55)),
+    "untied": ((2.33, 4.47), (2.56, 5.11), (2.74, 5.39)),
+    "transformer": ((4.57, 8.69), (7.05, 13.17), (7.99, 14.82)),
+    "dpformer": ((5.88, 11.13), (7.70, 14.31), (8.42, 15.40)),
+}
+EPSILONS = (5.0, 8.0, 10.0)
+
+
+class Run(NamedTuple):
+    variant: str
+    epsilon: float | None  # None for a run that is not at a target
+    result: dict[str, Any]
+    curve: list[tuple[float, float]]  # epoch, NDCG@10 in percent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path, help="the sweep's folder")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write the learning curves there; needs matplotlib")
+    args = parser.parse_args()
+    runs = [read(path.parent) for path in sorted(args.folder.glob("*/result.json"))]
+    if not runs:
+        raise SystemExit(f"There is no finished run in {args.folder}.")
+    print("\n".join(lines(runs)))
+    if args.plot is not None:
+        plot(runs, args.plot)
+
+
+def read(folder: Path) -> Run:
+    result = json.loads((folder / "result.json").read_text())
+    epsilon = re.search(r"target_epsilon=([\d.]+)", folder.name)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    epochs = int(re.search(r"^  epochs: (\d+)", (folder / "config.yaml").read_text(), re.MULTILINE)[1])  # type: ignore[index]
+    curve = [
+        (epochs * row["step"] / result["planned_steps"], 100 * row["ndcg@10"])
+        for row in rows
+        if row["kind"] == "evaluation"
+    ]
+    return Run(folder.name.split(",")[0], float(epsilon[1]) if epsilon else None, result, curve)
+
+
+def _percent(result: dict[str, Any]) -> str:
+    return f"{100 * result['ndcg@10']:.2f}, {100 * result['hit@10']:.2f}"
+
+
+def lines(runs: list[Run]) -> list[str]:
+    """Markdown: NDCG@10 and HIT@10 in percent, ours and the paper's."""
+    found: dict[tuple[str, float | None], list[str]] = {}
+    for run in runs:
+        found.setdefault((run.variant, run.epsilon), []).append(_percent(run.result))
+    heads = " | ".join(f"epsilon {epsilon:g} | paper" for epsilon in EPSILONS)
+    table = [f"| NDCG@10, HIT@10, % | {heads} |", "| --- |" + " --- | --- |" * len(EPSILONS)]
+    for variant, published in PAPER.items():
+        cells = []
+        for epsilon, paper in zip(EPSILONS, published):
+            cells += ["; ".join(found.get((variant, epsilon), ["-"])), f"{paper[0]:.2f}, {paper[1]:.2f}"]
+        table.append(f"| {variant} | {' | '.join(cells)} |")
+    first = runs[0].result
+    table += ["", "| other runs | NDCG@10, HIT@10, % |", "| --- | --- |"]
+    table.append(f"| popularity | {100 * first['popularity_ndcg@10']:.2f}, {100 * first['popularity_hit@10']:.2f} |")
+    for run in runs:
+        if run.variant not in PAPER:
+            at = "" if run.epsilon is None else f", epsilon {run.epsilon:g}"
+            table.append(f"| {run.variant}{at} | {_percent(run.result)} |")
+    return table
+
+
+def plot(runs: list[Run], path: Path) -> None:
+    from matplotlib.figure import Figure  # not pyplot: it keeps global state
+
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    models, noise = figure.subplots(1, 2)
+    for run in runs:
+        private = run.variant in PAPER
+        name = run.variant if run.epsilon is None else f"{run.variant}, epsilon {run.epsilon:g}"
+        if private:
+            models.plot(*zip(*run.curve), marker=".", label=name, linewidth=0.5 + run.epsilon / 6)  # type: ignore[operator]
+        if run.variant == "transformer" or not private:
+            noise.plot(*zip(*run.curve), marker=".", label=name)
+    for panel, title in (
+        (models, "The models of Table 1"),
+        (noise, "The tied Transformer with less noise, and controls"),
+    ):
+        panel.axhline(100 * runs[0].result["popularity_ndcg@10"], color="k", linewidth=0.8, label="popularity")
+        panel.set_title(title, fontsize=9)
+        panel.set_xlabel("epoch")
+        panel.set_ylabel("NDCG@10, %")
+        panel.legend(fontsize=6)
+    figure.savefig(path, dpi=130)
+
+
+if __name__ == "__main__":
+    main()
