@@ -87,12 +87,13 @@ def plot(runs: list[Run], path: Path) -> None:
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     models, noise = figure.subplots(1, 2)
+    colors = dict(zip(PAPER, ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00")))
+    styles = dict(zip(EPSILONS, (":", "--", "-")))
     for run in runs:
-        private = run.variant in PAPER
         name = run.variant if run.epsilon is None else f"{run.variant}, epsilon {run.epsilon:g}"
-        if private:
-            models.plot(*zip(*run.curve), marker=".", label=name, linewidth=0.5 + run.epsilon / 6)  # type: ignore[operator]
-        if run.variant == "transformer" or not private:
+        if run.variant in PAPER and run.epsilon is not None:
+            models.plot(*zip(*run.curve), styles[run.epsilon], marker=".", label=name, color=colors[run.variant])
+        if run.variant == "transformer" or run.variant not in PAPER:
             noise.plot(*zip(*run.curve), marker=".", label=name)
     for panel, title in (
         (models, "The models of Table 1"),
@@ -102,7 +103,7 @@ def plot(runs: list[Run], path: Path) -> None:
         panel.set_title(title, fontsize=9)
         panel.set_xlabel("epoch")
         panel.set_ylabel("NDCG@10, %")
-        panel.legend(fontsize=6)
+        panel.legend(fontsize=6, ncols=2)
     figure.savefig(path, dpi=130)
 
 
