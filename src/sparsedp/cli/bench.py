@@ -16,6 +16,7 @@ from sparsedp.cli import (
     benchlazydp,
     benchmemory,
     benchnoise,
+    benchpeers,
     benchstep,
     benchtied,
     benchvocabulary,
@@ -36,6 +37,10 @@ PARTS = {
         "the stages of plain and private steps against the least that they could take on this machine",
     ),
     "growth": (benchgrowth, "how a step's time grows with batch, tables, dim, rows and length, as fitted exponents"),
+    "peers": (
+        benchpeers,
+        "SparseDP beside FBGEMM, Opacus, JAX Privacy and TF-Privacy on one table of 10^4 to 10^7 rows",
+    ),
     "memory": (benchmemory, "a table of half of the machine's memory, trained, settled, saved and loaded"),
     "noise": (benchnoise, "normal numbers from ChaCha8 against torch's own"),
 }
