@@ -1,10 +1,16 @@
-"""`sparsedp bench`: measures on this machine. Each part is a module with options, a run and its tables."""
+"""`sparsedp bench`: measures on this machine.
+
+Each part is a module with its options, what it measures, and its tables; sparsedp.report has its plots (<part>plots.py) and its
+section of the page that `sparsedp bench all` makes (speed/<part>.py).
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -44,6 +50,7 @@ PARTS = {
     "memory": (benchmemory, "a table of half of the machine's memory, trained, settled, saved and loaded"),
     "noise": (benchnoise, "normal numbers from ChaCha8 against torch's own"),
 }
+WITHOUT_PLOTS = frozenset({"noise"})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,8 +71,20 @@ def run(args: argparse.Namespace) -> int:
     if args.what == "all":
         return benchall.run(args, console)
     prepare_output(args)
-    result = PARTS[args.what][0].run(args, console)
+    part = PARTS[args.what][0]
+    result = part.measure(args)
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
+    part.show(console, result)
+    if args.json is not None:
         console.print(f"written to {args.json}")
+    if args.plots is not None:
+        console.print(_plot(args.what, result, args.plots), markup=False)
     return 0
+
+
+def _plot(part: str, result: dict[str, Any], folder: Path) -> str:
+    if part in WITHOUT_PLOTS:
+        return f"bench {part} has no plots"
+    write = getattr(import_module(f"sparsedp.report.{part}plots"), f"write_{part}_plots")
+    return f"plots in {folder}: {', '.join(write(result, folder))}"

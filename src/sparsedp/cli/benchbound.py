@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="some seconds: small, few repeats, rough rates")
 
 
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measures and shows; returns what `--json` writes."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `--json` writes."""
     from sparsedp.bench.bound import Sizes, bench_bound
     from sparsedp.bench.rates import Rates
 
@@ -56,19 +56,13 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()
     }
     repeats = chosen.pop("repeats")
-    result = bench_bound(
+    return bench_bound(
         Sizes(**chosen),
         subjects=args.workload or WORKLOADS,
         repeats=repeats,
         rates=Rates(*(_QUICK_RATES if args.quick else _FULL_RATES)),
         say=Lines(Console(stderr=True)).say,
     )
-    show(console, result)
-    if args.plots is not None:
-        from sparsedp.report.boundplots import write_bound_plots
-
-        console.print(f"plots in {args.plots}: {', '.join(write_bound_plots(result, args.plots))}", markup=False)
-    return result
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

@@ -37,12 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="half a minute: small, few repeats, no memory")
 
 
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measures and shows; returns what `--json` writes."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `--json` writes."""
     from sparsedp.bench.dual import bench_dual
 
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
-    result = bench_dual(
+    return bench_dual(
         chosen["items"],
         chosen["batch"],
         repeats=chosen["repeats"],
@@ -50,12 +50,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         memory=not (args.no_memory or args.quick),
         say=Lines(Console(stderr=True)).say,
     )
-    show(console, result)
-    if args.plots is not None:
-        from sparsedp.report.dualplots import write_dual_plots
-
-        console.print(f"plots in {args.plots}: {', '.join(write_dual_plots(result, args.plots))}", markup=False)
-    return result
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

@@ -44,13 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="under half a minute: small, few repeats, no memory")
 
 
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measures and shows; returns what `--json` writes."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `--json` writes."""
     from sparsedp.bench import tied
     from sparsedp.bench.growth import Click, bench_growth
 
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
-    result = bench_growth(
+    return bench_growth(
         Click(chosen["batch"], chosen["tables"], chosen["rows"], chosen["dim"]),
         tied.Setting(items=chosen["items"], length=chosen["length"], batch=chosen["sequences"]),
         vary=args.vary or VARIED,
@@ -59,12 +59,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         memory=not (args.no_memory or args.quick),
         say=Lines(Console(stderr=True)).say,
     )
-    show(console, result)
-    if args.plots is not None:
-        from sparsedp.report.growthplots import write_growth_plots
-
-        console.print(f"plots in {args.plots}: {', '.join(write_growth_plots(result, args.plots))}", markup=False)
-    return result
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

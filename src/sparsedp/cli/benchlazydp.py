@@ -52,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="under a minute: small, few repeats, no memory")
 
 
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measures and shows; returns what `--json` writes."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `--json` writes."""
     from sparsedp.bench.lazydp import Setting, bench_lazydp
 
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
-    result = bench_lazydp(
+    return bench_lazydp(
         Setting(gigabytes=chosen["gigabytes"], batch=int(chosen["batch"])),
         vary=[name for name in VARIED if name in (args.vary or VARIED)],
         variants=args.variant or VARIANTS,
@@ -66,12 +66,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         memory=not (args.no_memory or args.quick),
         say=Lines(Console(stderr=True)).say,
     )
-    show(console, result)
-    if args.plots is not None:
-        from sparsedp.report.benchplots import write_lazydp_plots
-
-        console.print(f"plots in {args.plots}: {', '.join(write_lazydp_plots(result, args.plots))}", markup=False)
-    return result
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

@@ -35,27 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="some seconds: a small table, two variants")
 
 
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measures and shows; returns what `--json` writes."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `--json` writes."""
     from sparsedp.bench.memory import bench_memory, total_memory
 
     if args.folder is not None and not args.folder.is_dir():
         raise SparseDPError(f"There is no folder '{args.folder}' to write files into.")
     defaults = QUICK if args.quick else {"gigabytes": total_memory() / 2e9, **FULL}
     chosen = {key: getattr(args, key) or value for key, value in defaults.items()}
-    result = bench_memory(
+    return bench_memory(
         gigabytes=chosen["gigabytes"],
         batch=chosen["batch"],
         variants=chosen["variant"],
         folder=args.folder,
         say=Lines(Console(stderr=True)).say,
     )
-    show(console, result)
-    if args.plots is not None:
-        from sparsedp.report.memoryplots import write_memory_plots
-
-        console.print(f"plots in {args.plots}: {', '.join(write_memory_plots(result, args.plots))}", markup=False)
-    return result
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

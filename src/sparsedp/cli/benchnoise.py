@@ -23,16 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="a second: small, few repeats")
 
 
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measures and shows; returns what `--json` writes."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `--json` writes."""
     from sparsedp.bench.noise import SIZES, bench_noise
 
     sizes = args.size or list(QUICK_SIZES if args.quick else SIZES)
-    result = bench_noise(sizes, repeats=args.repeats or (5 if args.quick else 20))
-    show(console, result)
-    if args.plots is not None:
-        console.print("bench noise has no plots")
-    return result
+    return bench_noise(sizes, repeats=args.repeats or (5 if args.quick else 20))
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

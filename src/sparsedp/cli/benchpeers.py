@@ -16,7 +16,7 @@ PEERS = (
     "fbgemm", "opacus_hooks", "opacus_ghost", "jax_privacy", "tf_dense", "tf_sparse", "dpsgd", "lazydp", "adafest", "eana"
 )  # fmt: skip
 FULL: dict[str, Any] = {
-    "rows": [10_000, 100_000, 1_000_000, 10_000_000], "repeats": 3, "steps": 20, "seconds": 0.7, "limit": 30.0
+    "rows": [10_000, 100_000, 1_000_000, 10_000_000], "repeats": 3, "steps": 20, "seconds": 0.7, "limit": 60.0
 }  # fmt: skip
 QUICK: dict[str, Any] = {"rows": [10_000, 100_000], "repeats": 1, "steps": 5, "seconds": 0.3, "limit": 5.0}
 TENSORFLOW = "SPARSEDP_TENSORFLOW_PYTHON"
@@ -52,12 +52,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="small tables, one round")
 
 
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measures and shows; returns what `--json` writes."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `--json` writes."""
     from sparsedp.bench.peers.compare import bench_peers
 
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
-    result = bench_peers(
+    return bench_peers(
         chosen["rows"],
         peers=args.peer or PEERS,
         rounds=chosen["repeats"],
@@ -68,12 +68,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         tensorflow_python=args.tensorflow_python,
         say=Lines(Console(stderr=True)).say,
     )
-    show(console, result)
-    if args.plots is not None:
-        from sparsedp.report.peersplot import write_peers_plots
-
-        console.print(f"plots in {args.plots}: {', '.join(write_peers_plots(result, args.plots))}", markup=False)
-    return result
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

@@ -30,20 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="some seconds: small, few repeats")
 
 
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measures and shows; returns what `--json` writes."""
-    from sparsedp.bench.step import STAGES, bench_step
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `--json` writes."""
+    from sparsedp.bench.step import bench_step
 
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
-    result = bench_step(
+    return bench_step(
         args.model or list(MODELS), batch=int(chosen["batch"]), repeats=int(chosen["repeats"]), scale=chosen["scale"]
     )
-    show(console, result)
-    if args.plots is not None:
-        from sparsedp.report.stageplot import write_step_plots
-
-        console.print(f"plots in {args.plots}: {', '.join(write_step_plots(result, STAGES, args.plots))}", markup=False)
-    return result
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

@@ -53,13 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="under a minute: small, few repeats, no memory")
 
 
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measures and shows; returns what `--json` writes."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `--json` writes."""
     from sparsedp.bench.tied import Setting, bench_tied
 
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
     vary = args.vary or (("none",) if args.quick else VARIED)
-    result = bench_tied(
+    return bench_tied(
         Setting(items=chosen["items"], length=chosen["length"], batch=chosen["batch"]),
         vary=[name for name in VARIED if name in vary],
         variants=args.variant or VARIANTS,
@@ -69,12 +69,6 @@ def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
         gigabytes=args.gigabytes,
         say=Lines(Console(stderr=True)).say,
     )
-    show(console, result)
-    if args.plots is not None:
-        from sparsedp.report.tiedplots import write_tied_plots
-
-        console.print(f"plots in {args.plots}: {', '.join(write_tied_plots(result, args.plots))}", markup=False)
-    return result
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

@@ -24,19 +24,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="some seconds: small, few repeats, no memory")
 
 
-def run(args: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Measures and shows; returns what `--json` writes."""
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Returns what `--json` writes."""
     from sparsedp.bench.vocabulary import SIZES, bench_vocabulary
 
     sizes = args.rows or list(QUICK_ROWS if args.quick else SIZES)
     repeats = args.repeats or (3 if args.quick else 5)
-    result = bench_vocabulary(sizes, repeats=repeats, memory=not (args.no_memory or args.quick))
-    show(console, result)
-    if args.plots is not None:
-        from sparsedp.report.vocabularyplot import write_vocabulary_plots
-
-        console.print(f"plots in {args.plots}: {', '.join(write_vocabulary_plots(result, args.plots))}", markup=False)
-    return result
+    return bench_vocabulary(sizes, repeats=repeats, memory=not (args.no_memory or args.quick))
 
 
 def show(console: Console, result: dict[str, Any]) -> None:

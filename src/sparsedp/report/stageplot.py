@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
@@ -37,24 +36,3 @@ def stacked_stages(
     panel.set_title(title, fontsize=9)
     figure.legend(loc="outside right upper", fontsize=7)
     return figure
-
-
-_COLORS = ("#0072b2", "#cc3311", "#56b4e9", "0.75", "#cc79a7", "#f0e442", "#009e73", "#e69f00", "0.4")
-
-
-def write_step_plots(result: Mapping[str, Any], stages: Sequence[str], folder: Path) -> list[str]:
-    """step_<model>.png: where the time of `sparsedp bench step`'s steps goes, for each of its models."""
-    written = []
-    for model in dict.fromkeys(row["model"] for row in result["rows"]):
-        mine = [row for row in result["rows"] if row["model"] == model]
-        bars = [{"variant": "plain", "best": mine[0]["plain"]["best"], "stages": mine[0]["plain_stages"]}]
-        bars += [{"variant": row["mechanism"], "best": row["private"]["best"], "stages": row["stages"]} for row in mine]
-        colors = dict(zip(stages, _COLORS, strict=True))
-        labels = [str(bar["variant"]) for bar in bars]
-        figure = stacked_stages(
-            bars, "plain", "plain PyTorch", labels, colors, f"Where the time of a step goes: {model}"
-        )
-        assert figure is not None
-        figure.savefig(folder / f"step_{model}.png", dpi=130, bbox_inches="tight")
-        written.append(f"step_{model}.png")
-    return written

@@ -71,7 +71,7 @@ def bench_peers(
     rounds: int = 3,
     steps: int = 20,
     seconds: float = 1.0,
-    limit: float = 30.0,
+    limit: float = 60.0,
     gigabytes: float | None = None,
     threads: int = 2,
     tensorflow_python: str | None = None,
