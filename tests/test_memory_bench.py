@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,14 @@ ALL = ["built", "private", "steps", "evaluated", "settled", "written", "loaded",
 def test_the_watch_sees_what_is_gone_again() -> None:
     with watch.Watch() as seen:
         before = seen.peak()
-        gone: Any = np.ones(64 * MEGABYTE, np.uint8)
-        del gone
-        assert seen.peak() - before > 60 * MEGABYTE
+
+        def saw_what_was_there_for(seconds: float) -> bool:
+            gone: Any = np.ones(64 * MEGABYTE, np.uint8)
+            time.sleep(seconds)
+            del gone
+            return seen.peak() - before > 60 * MEGABYTE
+
+        assert any(map(saw_what_was_there_for, (0.05, 0.5, 5, 30)))  # the first, unless the machine is busy
         seen.peak()
         assert seen.peak() - before < 30 * MEGABYTE
         kept = np.ones(64 * MEGABYTE, np.uint8)

@@ -1,8 +1,7 @@
 """Opacus: "hooks" writes every example's gradient out, "ghost" has norms without gradients and two backward passes.
 
-Secure mode is off, which draws noise from torch's generator, at a quarter of the cost. With hooks, batches whose gradients
-take more than 1 GiB go through in parts, by `signal_skip_step`, as Opacus' BatchMemoryManager does it. Opacus has no sparse
-gradients, so tables are dense.
+Secure mode, which draws four times the noise, is off. With hooks, batches whose gradients take more than 1 GiB go through in
+parts, by `signal_skip_step`, as Opacus' BatchMemoryManager does it. Opacus takes no sparse gradients, so the table's is dense.
 """
 
 from __future__ import annotations

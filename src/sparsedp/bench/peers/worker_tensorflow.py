@@ -2,8 +2,8 @@
 
 "dense" adds noise to every row. "sparse" is sparsity-preserving DP-SGD, as DP-AdaFEST: rows are selected by a noisy count and
 noise is added to those, with the threshold and the ratio of the two noises that SparseDP's AdaFEST has here. It came after
-TF-Privacy 0.9.0, the last release, so it takes an environment with TF-Privacy's source. XLA is off: it compiles neither
-sparse gradients nor the search for distinct ids.
+TF-Privacy 0.9.0, the last release, so it takes an environment with TF-Privacy's source. XLA is off: with it, steps with dense
+noise took half as long again.
 """
 
 from __future__ import annotations

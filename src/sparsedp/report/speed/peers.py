@@ -92,10 +92,16 @@ def _lines(result: Mapping[str, Any], size: int, titles: Mapping[str, str]) -> l
             f"{row['examples_per_second']:,.0f}",
             times(row.get("ratio_to_plain")),
             times(row.get("ratio_to_adafest")),
-            f"{row['extra_memory']['bytes'] / 1e6:.0f} MB ({100 * row['extra_memory']['share_of_table']:.1f} %)",
+            _memory(**row["extra_memory"]),
         ]
         for row in result["rows"]
         if row["rows"] == size
     ]
     gone = [found for found in result["left_out"] if found["rows"] == size]
     return lines + [[f"{size:,}", titles[found["variant"]], found["reason"], *["-"] * 4] for found in gone]
+
+
+def _memory(bytes: int, share_of_table: float) -> str:
+    """The share, where the table is not small beside a batch."""
+    share = f" ({100 * share_of_table:.1f} %)" if share_of_table < 10 else ""
+    return f"{bytes / 1e6:.0f} MB{share}"
