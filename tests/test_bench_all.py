@@ -91,6 +91,8 @@ def test_the_budget_says_what_is_met() -> None:
     met, missed = budget.section({"step": step_result(0.98)}), budget.section({"step": step_result(1.5)})
     assert "| 0.98 | yes |" in met and "| 1.5 | no |" in missed
     assert budget.section({}) == ""
+    assert "not meant" in budget.section({"step": {"command": "sparsedp bench step --quick", **step_result()}})
+    assert "not meant" not in met
 
 
 def test_at_least_is_not_at_most() -> None:

@@ -89,4 +89,6 @@ def section(results: Results) -> str:
             lines.append([what, where, asked, f"{value:.3g}", "yes" if met else "no"])
     if not lines:
         return ""
-    return "## The budget\n\n" + markdown_table(("what", "where", "budget", "measured", "met"), lines)
+    quick = any(result.get("command", "").endswith("--quick") for result in results.values())
+    note = "Parts were run with `--quick`, at sizes for which the budget is not meant.\n\n" if quick else ""
+    return f"## The budget\n\n{note}" + markdown_table(("what", "where", "budget", "measured", "met"), lines)
