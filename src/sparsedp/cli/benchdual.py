@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import make_table, milliseconds, positive, say_left_out, stage_table
+from sparsedp.cli.benchtables import default_text, make_table, milliseconds, positive, say_left_out, stage_table
 from sparsedp.cli.progress import Lines
 
 # MovieLens 20M, and the two vocabularies of the paper's industry data.
@@ -16,10 +17,7 @@ QUICK: dict[str, Any] = {"items": (1000, 20_000), "batch": (64,), "repeats": 3, 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def default(key: str) -> str:
-        full, quick = (", ".join(map(str, of[key])) if isinstance(of[key], tuple) else of[key] for of in (FULL, QUICK))
-        return f"(default: {full}; {quick} with --quick)"
-
+    default = partial(default_text, FULL, QUICK)
     parser.add_argument(
         "--items", type=positive, action="append", metavar="N",
         help=f"items in the vocabulary; may be repeated {default('items')}",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
 from sparsedp.cli.benchtables import (
+    default_text,
     make_table,
     milliseconds,
     positive,
@@ -26,9 +28,7 @@ QUICK = {"gigabytes": 0.01, "batch": 64, "repeats": 3, "slow_repeats": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def default(key: str) -> str:
-        return f"(default: {FULL[key]:g}; {QUICK[key]:g} with --quick)"
-
+    default = partial(default_text, FULL, QUICK)
     parser.add_argument(
         "--gigabytes", type=positive_number, metavar="GB",
         help=f"size of all tables together; up to six times as much memory is used {default('gigabytes')}",

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import make_table, milliseconds, positive, positive_number
+from sparsedp.cli.benchtables import default_text, make_table, milliseconds, positive, positive_number
 from sparsedp.cli.progress import Lines
 
 # As in sparsedp.bench.peers.compare, which is only loaded to measure.
@@ -23,9 +24,7 @@ TENSORFLOW = "SPARSEDP_TENSORFLOW_PYTHON"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def default(key: str) -> str:
-        return f"(default: {FULL[key]:g}; {QUICK[key]:g} with --quick)"
-
+    default = partial(default_text, FULL, QUICK)
     parser.add_argument(
         "--rows", type=positive, action="append", metavar="N",
         help="rows of the table (default: 10^4, 10^5, 10^6, 10^7; the first two with --quick); may be repeated",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import make_table, milliseconds, positive, positive_number, stage_table
+from sparsedp.cli.benchtables import default_text, make_table, milliseconds, positive, positive_number, stage_table
 
 MODELS = ("mlp", "pctr")
 FULL = {"batch": 2048, "repeats": 20, "scale": 1.0}
@@ -15,9 +16,7 @@ QUICK = {"batch": 256, "repeats": 5, "scale": 0.1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def default(key: str) -> str:
-        return f"(default: {FULL[key]:g}; {QUICK[key]:g} with --quick)"
-
+    default = partial(default_text, FULL, QUICK)
     parser.add_argument("--model", choices=MODELS, action="append", help="which model (default: all); may be repeated")
     parser.add_argument("--batch", type=positive, metavar="N", help=f"units in a batch {default('batch')}")
     parser.add_argument("--repeats", type=positive, metavar="N", help=f"repeats of each variant {default('repeats')}")

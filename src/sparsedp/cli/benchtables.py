@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +26,12 @@ def positive_number(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"expected a positive number; got {text!r}")
     return value
+
+
+def default_text(full: Mapping[str, Any], quick: Mapping[str, Any], key: str) -> str:
+    """For an option's help: what it is without being given."""
+    shown = [", ".join(map(str, of[key])) if isinstance(of[key], tuple) else f"{of[key]:g}" for of in (full, quick)]
+    return f"(default: {shown[0]}; {shown[1]} with --quick)"
 
 
 def prepare_output(args: argparse.Namespace) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from typing import Any
 
 from rich.console import Console
 
 from sparsedp.cli.benchtables import (
+    default_text,
     make_table,
     milliseconds,
     positive,
@@ -26,9 +28,7 @@ QUICK = {"items": 500, "length": 20, "batch": 16, "repeats": 3, "slow_repeats": 
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    def default(key: str) -> str:
-        return f"(default: {FULL[key]}; {QUICK[key]} with --quick)"
-
+    default = partial(default_text, FULL, QUICK)
     parser.add_argument("--items", type=positive, metavar="N", help=f"items in the vocabulary {default('items')}")
     parser.add_argument("--length", type=positive, metavar="N", help=f"positions of a sequence {default('length')}")
     parser.add_argument("--batch", type=positive, metavar="N", help=f"units in a batch {default('batch')}")
