@@ -141,10 +141,13 @@ def test_tables_and_initialisation() -> None:
     assert [name for name, _ in model.named_parameters() if "table" in name] == ["item_table.weight"]
     assert "future" not in model.state_dict() and not model.item_table.weight[0].any()
     history = torch.randint(1, 2001, (50, 20))
-    assert model.embed(history).std().item() == pytest.approx(1, rel=0.05)
-    # Hidden states are normalised, so logits start with a standard deviation of about 1: the loss is near log(items).
+    assert model.embed(history).std().item() == pytest.approx(64**-0.5, rel=0.05)
+    # No item stands out at the start, the position's own neither: the loss is near log(items).
     logits = model(history)[..., 1:]
-    assert 0.7 < logits.std().item() < 1.5
+    assert 0.7 * 64**-0.5 < logits.std().item() < 1.5 * 64**-0.5
+    assert logits.gather(-1, history[..., None] - 1).mean().item() < 1
+    recurrent = RecurrentRecommender(2000, 20)
+    assert recurrent.embed(history).std().item() == pytest.approx(1, rel=0.05)
     untied = DPFormer(2000, 20, tied=False)
     assert [name for name, _ in untied.named_parameters() if "table" in name] == [
         "item_table.weight",

@@ -43,6 +43,9 @@ class DPFormer(SequenceModel):
     behind. Such models train without a long warm-up, at learning rates that noise forces on them; and what enters
     attention is normalised, which bounds the error of tail items there.
 
+    Rows start as N(0, 1/dim^2). Hidden states are normalised, so scores start with variance 1/dim. With rows of norm 1, a
+    tied model starts by scoring each position's own item at about sqrt(dim): privacy is then spent on unlearning that.
+
     With `reattention`, attention allows for the noise in its keys: call `track_errors` before the first forward pass.
     `projected` then takes the variance of a logit from how the key layer mixes its inputs' errors instead of the paper's
     C sigma^2 (see `sparsedp.nn.reattention.projected_logit_variance`).
@@ -67,9 +70,9 @@ class DPFormer(SequenceModel):
         projected: bool = False,
         activation: str = "relu",
     ) -> None:
-        super().__init__(items, length, dim, tied, dropout)
-        if blocks < 1 or heads < 1 or dim % heads:
-            raise ValueError(f"{blocks=} and {heads=} must be at least 1, and heads divide {dim=}")
+        if min(dim, blocks, heads) < 1 or dim % heads:
+            raise ValueError(f"{dim=}, {blocks=} and {heads=} must be at least 1, and heads divide dim")
+        super().__init__(items, length, dim, tied, dropout, deviation=1 / dim)
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation must be one of {', '.join(_ACTIVATIONS)}, not {activation!r}")
         if projected and not reattention:

@@ -12,14 +12,17 @@ _CELLS = {"gru": GRU, "lstm": LSTM}
 
 
 class RecurrentRecommender(SequenceModel):
-    """One GRU or LSTM layer over embedded items, with dropout before and after it. `dim` is also the size of its state."""
+    """One GRU or LSTM layer over embedded items, with dropout before and after it. `dim` is also the size of its state.
+
+    Rows start as N(0, 1/dim), so that what is looked up starts with variance 1.
+    """
 
     def __init__(
         self, items: int, length: int, cell: str = "gru", dim: int = 64, tied: bool = True, dropout: float = 0.2
     ) -> None:
-        super().__init__(items, length, dim, tied, dropout)
-        if cell not in _CELLS:
-            raise ValueError(f"cell must be one of {', '.join(_CELLS)}, not {cell!r}")
+        if dim < 1 or cell not in _CELLS:
+            raise ValueError(f"{dim=} must be at least 1 and {cell=} one of {', '.join(_CELLS)}")
+        super().__init__(items, length, dim, tied, dropout, deviation=dim**-0.5)
         self.cell = cell
         self.layer = _CELLS[cell](dim, dim, batch_first=True)
 

@@ -20,21 +20,20 @@ from sparsedp.nn.softmax import table_softmax_loss
 class SequenceModel(nn.Module, ABC):
     """Scores items as the next one after each position of a history: hidden . table[item], without a bias.
 
-    `item_table` embeds histories. If `tied` it scores as well, otherwise `output_table` does. Its rows start as N(0, 1/dim),
-    so that scores of a normalised hidden state start with variance 1; `embed` multiplies what it looks up by sqrt(dim), so
-    that it starts with variance 1, too (Vaswani et al. 2017, section 3.4).
+    `item_table` embeds histories. If `tied` it scores as well, otherwise `output_table` does. Its rows start as
+    N(0, deviation^2), and `embed` multiplies what it looks up by sqrt(dim) (Vaswani et al. 2017, section 3.4).
     """
 
-    def __init__(self, items: int, length: int, dim: int, tied: bool, dropout: float) -> None:
+    def __init__(self, items: int, length: int, dim: int, tied: bool, dropout: float, deviation: float) -> None:
         super().__init__()
         if min(items, length, dim) < 1:
             raise ValueError(f"{items=}, {length=} and {dim=} must be at least 1")
         if not 0 <= dropout < 1:
             raise ValueError(f"{dropout=} must be in [0, 1)")
         self.items, self.length, self.dim, self.tied, self.dropout = items, length, dim, tied, dropout
-        self.item_table = _table(items, dim)
+        self.item_table = _table(items, dim, deviation)
         if not tied:
-            self.output_table = _table(items, dim)
+            self.output_table = _table(items, dim, deviation)
 
     @property
     def scoring_table(self) -> nn.Embedding:
@@ -79,7 +78,7 @@ class SequenceModel(nn.Module, ABC):
         return self.item_table(history) * math.sqrt(self.dim)
 
 
-def _table(items: int, dim: int) -> nn.Embedding:
+def _table(items: int, dim: int, deviation: float) -> nn.Embedding:
     table = nn.Embedding(items + 1, dim, padding_idx=0)
-    nn.init.normal_(table.weight[1:], std=dim**-0.5)
+    nn.init.normal_(table.weight[1:], std=deviation)
     return table
