@@ -375,18 +375,18 @@ class PrivateOptimizer(Optimizer):
         """
         mine, known = self._accumulated, RowNorms()
         squares: dict[str, Tensor] = {}
-        once = touched.squared_norms(slots, known)
-        if once is not None:
-            mine.mass += float(once.every.sum())
-            mine.kept += float(once.selected.sum())
-            squares.update(zip(once.names, once.selected))
+        looked_up = touched.squared_norms(slots, known)
+        if looked_up is not None:
+            mine.mass += float(looked_up.every.sum())
+            mine.kept += float(looked_up.selected.sum())
+            squares.update(zip(looked_up.names, looked_up.selected))
         for name, uses in captured.uses.items():
             if name in squares:
                 continue
             own = captured.squared_norms(uses, known).double()
             if selection is not None and name in selection:
                 mine.mass += float(own.sum())
-                if slots is None or not touched.all_selected(name, slots):
+                if len(selection[name]) < len(self._parameters[name]):
                     uses = captured.uses[name] = uses.restricted(selection[name], self._parameters[name][0].numel())
                     own = captured.squared_norms(uses, known).double()
                 mine.kept += float(own.sum())

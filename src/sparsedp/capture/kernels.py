@@ -101,23 +101,29 @@ def add_rows(
 
 
 def squared_sums(
-    begin: Tensor, order: Tensor, grad: Tensor, source: Tensor | None, weight: Tensor | None
-) -> Tensor:  # fmt: skip
+    begin: Tensor, end: Tensor, order: Tensor, first: int, grad: Tensor, source: Tensor | None, weight: Tensor | None
+) -> Tensor:
     """Squared norms (R,), float64, of the sums over the positions n of each group of weight[n] * grad[source[n]].
 
-    Group r has the positions order[begin[r] : begin[r + 1]]. `source` None: grad[n]; `weight` None: 1.
+    Group r has the positions order[begin[r] : end[r]] - first. `source` None: grad[n]; `weight` None: 1.
     """
     if compiled(grad):
         places = _NONE if source is None else source.numpy()
-        factors = _NO_FACTORS if weight is None else weight.double().numpy()
+        factors = _NO_FACTORS if weight is None else weight.numpy()
         flat, stride = _flat(grad)
-        width = grad.shape[1]
-        return torch.from_numpy(_squared_sums(begin.numpy(), order.numpy(), flat, stride, width, places, factors))
-    values = grad[order if source is None else source[order]].double()
+        return torch.from_numpy(
+            _squared_sums(
+                begin.numpy(), end.numpy(), order.numpy(), first, flat, stride, grad.shape[1], places, factors
+            )
+        )
+    lengths = end - begin
+    group = torch.arange(begin.numel(), device=begin.device).repeat_interleave(lengths)
+    within = torch.arange(group.numel(), device=begin.device) - (lengths.cumsum(0) - lengths)[group]
+    position = order[begin[group] + within] - first
+    values = grad[position if source is None else source[position]].double()
     if weight is not None:
-        values = values * weight[order, None].double()
-    group = torch.arange(begin.numel() - 1, device=begin.device).repeat_interleave(begin.diff())
-    sums = torch.zeros(begin.numel() - 1, grad.shape[1], dtype=torch.float64, device=grad.device)
+        values = values * weight[position, None].double()
+    sums = torch.zeros(begin.numel(), grad.shape[1], dtype=torch.float64, device=grad.device)
     return sums.index_add_(0, group, values).square().sum(1)
 
 
@@ -214,16 +220,16 @@ def _add_rows(
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
 def _squared_sums(
-    begin: np.ndarray, order: np.ndarray, grad: np.ndarray, stride: int, width: int, source: np.ndarray,
-    factor: np.ndarray,
+    begin: np.ndarray, end: np.ndarray, order: np.ndarray, first: int, grad: np.ndarray, stride: int, width: int,
+    source: np.ndarray, factor: np.ndarray,
 ) -> np.ndarray:  # fmt: skip
-    squares = np.zeros(len(begin) - 1, np.float64)
+    squares = np.zeros(len(begin), np.float64)
     total = np.empty(width, np.float64)
     for r in range(len(squares)):
         total[:] = 0.0
-        for k in range(begin[r], begin[r + 1]):
-            position = order[k]
-            scale = factor[position] if len(factor) else 1.0
+        for k in range(begin[r], end[r]):
+            position = order[k] - first
+            scale = np.float64(factor[position]) if len(factor) else 1.0
             at = (source[position] if len(source) else position) * stride
             row = grad[at : at + width]
             for j in range(width):

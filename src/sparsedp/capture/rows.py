@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -73,7 +74,7 @@ class TouchedRows:
             if name in uses and uses[name].whole:
                 self.whole.append(name)
             elif name in uses:
-                self.lookups[name] = merge_lookups(uses[name].lookups)
+                (self.lookups[name],) = merge_lookups(uses[name].lookups)
         lengths = [lookup.ids.numel() for lookup in self.lookups.values()]
         self._firsts = dict(zip(self.lookups, (0, *accumulate(lengths))))
         self._count = sum(lengths)
@@ -89,18 +90,27 @@ class TouchedRows:
         self.order = order if self._used is None else self._used[order]
         self._edges = dict(zip(space.names, space.edges(self.rows)))
 
-    def pairs(self) -> tuple[Tensor, Tensor]:
-        """The distinct (unit, index into `rows`) pairs: two tensors of equal length."""
-        if not self.lookups:
-            return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
+    @cached_property
+    def _by_unit(self) -> _ByUnit:
         row = kernels.repeated(torch.arange(self.rows.numel(), device=self.rows.device), self.begin.diff())
         unit = torch.cat([lookup.units for lookup in self.lookups.values()])[self.order]
         if self._owners is not None:
             unit = self._owners[unit]
-        elif all(lookup.one_each for lookup in self.lookups.values()):
-            return unit, row
-        distinct, _, _ = kernels.group(row * self.units + unit)
-        return distinct % self.units, distinct // self.units
+        if self._once:
+            return _ByUnit(unit, row, self.order, None)
+        keys, begin, order = kernels.group(row * self.units + unit)
+        return _ByUnit(keys % self.units, keys // self.units, self.order[order], begin)
+
+    @property
+    def _once(self) -> bool:
+        """Whether each unit looks up one row of every table, or none."""
+        return self._owners is None and all(lookup.one_each for lookup in self.lookups.values())
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """The distinct (unit, index into `rows`) pairs: two tensors of equal length."""
+        if not self.lookups:
+            return torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
+        return self._by_unit.unit, self._by_unit.row
 
     def of(self, name: str) -> Tensor:
         """The touched rows of one table, distinct and ascending."""
@@ -116,25 +126,18 @@ class TouchedRows:
                 at[begin:end].sub_(first).clamp_min_(-1)
         return at
 
-    def all_selected(self, name: str, slots: Tensor) -> bool:
-        """Whether all touched rows of a table that is used by lookups alone are among the selected ones."""
-        begin, end = self._edges[name]
-        return name in self.lookups and (begin == end or int(slots[begin:end].min()) >= 0)
-
-    def squared_norms(self, slots: Tensor | None, known: RowNorms) -> OnceNorms | None:
-        """For the tables of which every unit uses one row, or none; with `owners`, for all. None if there are none."""
-        if self._owners is not None:
-            return self._norms_of_owners(self._owners, slots, known) if self.lookups else None
-        names = [name for name, lookup in self.lookups.items() if lookup.one_each]
-        if not names:
+    def squared_norms(self, slots: Tensor | None, known: RowNorms) -> LookupNorms | None:
+        """For the tables that are used by lookups alone; None if there are none."""
+        if not self.lookups:
             return None
-        every = torch.stack([known.squared(self.lookups[name].grad) for name in names])
+        if not self._once:
+            return self._added_norms(slots, known)
+        every = torch.stack([known.squared(lookup.grad) for lookup in self.lookups.values()])
         if slots is None and self._used is None:
-            return OnceNorms(names, every, every)
+            return LookupNorms(list(self.lookups), every, every)
         kept = torch.zeros(self._count, dtype=torch.bool, device=every.device)
         kept[self.order] = True if slots is None else kernels.repeated(slots >= 0, self.begin.diff())
-        mine = torch.stack([kept[first : first + self.units] for first in map(self._firsts.__getitem__, names)])
-        return OnceNorms(names, every, every.masked_fill(~mine, 0))
+        return LookupNorms(list(self.lookups), every, every.masked_fill(~kept.view_as(every), 0))
 
     def add_weighted_sums(self, outs: Mapping[str, Tensor], slots: Tensor | None, factors: Tensor) -> None:
         """Adds the sums over units of factor times gradient to `outs`, for some tables, on all cores.
@@ -157,45 +160,58 @@ class TouchedRows:
                 )
         on_all_cores(lambda piece: kernels.add_rows(*piece), pieces)
 
-    def _norms_of_owners(self, owners: Tensor, slots: Tensor | None, known: RowNorms) -> OnceNorms:
-        """As `ParameterUses.squared_norms` of relabelled lookups, for all tables at once.
+    def _added_norms(self, slots: Tensor | None, known: RowNorms) -> LookupNorms:
+        """As `ParameterUses.squared_norms`, for all tables at once.
 
-        What a unit's examples add to a row is added up first; mostly that is one position, whose norm is known.
+        What a unit adds to a row is added up first; where that is one position, its norm is known.
         """
         lookups, tables = list(self.lookups.values()), len(self.lookups)
-        row = kernels.repeated(torch.arange(self.rows.numel(), device=self.rows.device), self.begin.diff())
-        unit = owners[torch.cat([lookup.units for lookup in lookups])[self.order]]
-        keys, begin, order = kernels.group(row * self.units + unit)
-        at, sizes = self.order[order], begin.diff()  # the positions, by row and unit
-        key_row, key = keys // self.units, kernels.repeated(torch.arange(keys.numel(), device=at.device), sizes)
+        unit, row, at, begin = self._by_unit
+        assert begin is not None
+        sizes = begin.diff()
+        key = kernels.repeated(torch.arange(unit.numel(), device=at.device), sizes)
         lengths = [end - first for first, end in (self._edges[name] for name in self.lookups)]
-        table = kernels.repeated(torch.arange(tables, device=at.device), row.new_tensor(lengths))[key_row]
+        table = kernels.repeated(torch.arange(tables, device=at.device), row.new_tensor(lengths))[row]
         single = torch.cat([lookup.squares(known) for lookup in lookups])[at]
         square = single[begin[:-1]]
-        several = sizes > 1
-        edges = torch.searchsorted(table, torch.arange(tables + 1, device=at.device)).tolist()
+        several = (sizes > 1).nonzero().squeeze(1)
+        pieces = []
+        edges = torch.searchsorted(table[several], torch.arange(tables + 1, device=at.device)).tolist()
         for (first, end), (name, lookup) in zip(pairwise(edges), self.lookups.items()):
-            mine = several[first:end]
-            if mine.any():
-                inside = slice(int(begin[first]), int(begin[end]))
-                taken = mine[key[inside] - first]
-                place = (mine.cumsum(0) - 1)[key[inside][taken] - first]
-                values = lookup.taken(at[inside][taken] - self._firsts[name]).double()
-                sums = values.new_zeros(int(mine.sum()), values.shape[1]).index_add_(0, place, values)
-                square[first:end][mine] = kernels.squared_rows(sums)
-        cell, room = table * self.units + keys % self.units, tables * self.units
-        rounding = slack([lookups[0]])
+            weight = lookup.grad.shape[1] * lookup.ids.numel() // max(1, end - first)
+            pieces += [(several[first:end][part], self._firsts[name], lookup) for part in split(end - first, weight)]
 
-        def total(kept: Tensor) -> Tensor:
-            squares = torch.bincount(cell, square.masked_fill(~kept, 0), room).double()
-            reach = torch.bincount(cell[key], single.sqrt().masked_fill(~kept[key], 0), room).double()
-            return (squares + rounding * reach.square()).view(tables, self.units)
+        def add_up(piece: tuple[Tensor, int, Lookup]) -> None:
+            keys, first, lookup = piece
+            square[keys] = kernels.squared_sums(
+                begin[keys], begin[keys + 1], at, first, lookup.grad, lookup.source, lookup.weight
+            )
 
-        every = total(torch.ones_like(several))
-        return OnceNorms(list(self.lookups), every, every if slots is None else total(slots[key_row] >= 0))
+        on_all_cores(add_up, pieces)
+        cell, room = table * self.units + unit, tables * self.units
+        rounding = max(slack([lookup]) for lookup in lookups)
+
+        def total(kept: Tensor | None) -> Tensor:
+            squares, terms = square, single.sqrt()
+            if kept is not None:
+                squares, terms = squares.masked_fill(~kept, 0), terms.masked_fill_(~kept[key], 0)
+            reach = torch.bincount(cell[key], terms, room).double()
+            return (torch.bincount(cell, squares, room).double() + rounding * reach.square()).view(tables, self.units)
+
+        every = total(None)
+        return LookupNorms(list(self.lookups), every, every if slots is None else total(slots[row] >= 0))
 
 
-class OnceNorms(NamedTuple):
+class _ByUnit(NamedTuple):
+    """The distinct (unit, row) pairs, by row, and the positions of each."""
+
+    unit: Tensor  # (K,)
+    row: Tensor  # (K,) index into `rows`
+    at: Tensor  # (P,) the positions, those of a pair together
+    begin: Tensor | None  # (K + 1,) where each pair's begin; None: each has one
+
+
+class LookupNorms(NamedTuple):
     """Squared norms per unit of some tables, (tables, B), float64: of all rows, and of the selected ones."""
 
     names: list[str]

@@ -115,7 +115,7 @@ class ParameterUses:
     @staticmethod
     def of(uses: list[Use]) -> ParameterUses:
         return ParameterUses(
-            [use for use in uses if isinstance(use, Lookup)],
+            merge_lookups([use for use in uses if isinstance(use, Lookup)]),
             _merge_linears([use for use in uses if isinstance(use, Linear)]),
             _merge_builts([use for use in uses if isinstance(use, Built)]),
             merge_softmaxes([use for use in uses if isinstance(use, Softmax)]),
@@ -146,9 +146,7 @@ class ParameterUses:
         Where uses can cancel, rounding grows with the terms and not with the result. The slack, a multiple of the
         squared sum of the terms' norms, keeps a unit whose large terms cancel from passing as small.
         """
-        pieces: list[Use] = [*self.linears, *self.builts, *self.softmaxes]
-        if self.lookups:
-            pieces.append(merge_lookups(self.lookups))
+        pieces: list[Use] = [*self.linears, *self.builts, *self.softmaxes, *merge_lookups(self.lookups)]
         known = RowNorms() if known is None else known
         total = _own_square(pieces[0], units, known)
         if len(pieces) == 1 and not _can_cancel(pieces[0]):
@@ -258,14 +256,16 @@ def _cat(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def merge_lookups(lookups: list[Lookup]) -> Lookup:
-    if len(lookups) == 1:
-        return lookups[0]
-    return Lookup(
-        ids=torch.cat([lookup.ids for lookup in lookups]),
-        units=torch.cat([lookup.units for lookup in lookups]),
-        grad=torch.cat([lookup.positions() for lookup in lookups]),
-    )
+def merge_lookups(lookups: list[Lookup]) -> list[Lookup]:
+    if len(lookups) < 2:
+        return lookups
+    return [
+        Lookup(
+            ids=torch.cat([lookup.ids for lookup in lookups]),
+            units=torch.cat([lookup.units for lookup in lookups]),
+            grad=torch.cat([lookup.positions() for lookup in lookups]),
+        )
+    ]
 
 
 def _merge_linears(linears: list[Linear]) -> list[Linear]:
@@ -364,9 +364,11 @@ def _lookup_norms(lookup: Lookup, units: int) -> Tensor:
     if lookup.source is not None and lookup.source is lookup.units and lookup.grad.shape[0] == units:
         # One bag per unit: every row gets a multiple of the same gradient, so only the multiples are added up.
         multiples = lookup.grad.new_ones(lookup.ids.shape) if lookup.weight is None else lookup.weight
-        squares = squared_sums(begin, order, multiples[:, None], None, None).masked_fill_(key_rows < 0, 0)
+        squares = squared_sums(begin[:-1], begin[1:], order, 0, multiples[:, None], None, None).masked_fill_(
+            key_rows < 0, 0
+        )
         return _per_unit(squares, key_units, units) * squared_rows(lookup.grad)
-    squares = squared_sums(begin, order, lookup.grad, lookup.source, lookup.weight)
+    squares = squared_sums(begin[:-1], begin[1:], order, 0, lookup.grad, lookup.source, lookup.weight)
     return _per_unit(squares.masked_fill_(key_rows < 0, 0), key_units, units)
 
 
