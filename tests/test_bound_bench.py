@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from sparsedp.bench import bound, rates, tied, work
 from sparsedp.bench.ghost import unit_losses
 from sparsedp.bench.rates import Rates
-from sparsedp.bench.step import Workload
-from sparsedp.bench.timing import Timing
+from sparsedp.bench.step import Workload, pctr, plain_step
+from sparsedp.bench.timing import Stopwatch, Timing
+from sparsedp.bench.tuned import tuned_step
 from sparsedp.bench.work import Counting, Product, Work, count, plain_stages, private_stages
 from sparsedp.cli import benchbound
 from sparsedp.cli.main import main
@@ -271,7 +272,9 @@ def test_all_rows_and_fields(narrow: None, tmp_path: Path) -> None:
     assert list(by_workload) == list(bound.SUBJECTS) and result["sizes"] == asdict(TINY)
     for name, rows in by_workload.items():
         private = ["dpsgd"] if name in ("tied", "tied_softmax") else ["adafest", "lazydp", "eana"]
-        assert [row["variant"] for row in rows] == ["plain", *private]
+        tuned = ["tuned"] if name in ("pctr", "dlrm") else []
+        assert [row["variant"] for row in rows] == ["plain", *tuned, *private]
+        assert all((row["ratio_to_tuned"] is not None) == bool(tuned) for row in rows)
         plain = rows[0]
         assert [stage["stage"] for stage in plain["stages"]] == ["forward", "backward", "update", "the rest"]
         for row in rows:
@@ -281,12 +284,12 @@ def test_all_rows_and_fields(narrow: None, tmp_path: Path) -> None:
             assert row["over_bound"]["best"] == pytest.approx(row["best"] / row["bound"])
             assert all(stage["best"] is not None for stage in row["stages"])  # nothing counted that is not timed
             assert ("settling" in stages) == (row["variant"] == "lazydp")
-            if name != "tied_softmax" and row is not plain:  # it does some of the work in other stages
+            if name != "tied_softmax" and row["variant"] in private:  # it does some of the work in other stages
                 forth_and_back = sum(stages[key]["flops"] for key in ("forward", "backward", "collect", "sums"))
                 wanted = sum(stage["flops"] for stage in plain["stages"])
                 # Last layers of one output are summed without a product.
                 assert 0.9 * wanted <= forth_and_back <= wanted
-    lazy, eana = by_workload["dlrm"][2], by_workload["dlrm"][3]
+    lazy, eana = by_workload["dlrm"][3:]
     settled = next(stage for stage in lazy["stages"] if stage["stage"] == "settling")
     assert settled["normals"] == 128 * lazy["rows_touched"] and settled["bytes"] == 8 * settled["normals"]
     drawn = [next(stage["normals"] for stage in row["stages"] if stage["stage"] == "noise") for row in (lazy, eana)]
@@ -295,6 +298,27 @@ def test_all_rows_and_fields(narrow: None, tmp_path: Path) -> None:
     assert text.startswith("## ") and "### DLRM" in text and "LazyDP: settling" in text
     assert "![bound dlrm](bound_dlrm.png)" in text and "growth_dim" not in text
     assert write_bound_plots(result, tmp_path) == [f"bound_{name}.png" for name in bound.SUBJECTS]
+
+
+def test_the_tuned_step_is_the_plain_one() -> None:
+    """Rows that several units share are moved once, by their sum."""
+    work = pctr(50, 1e-5)
+    made: list[nn.Module] = []
+
+    def make(sparse: bool) -> nn.Module:
+        torch.manual_seed(0)
+        made.append(work.make(sparse))
+        return made[-1]
+
+    seeded = replace(work, make=make)
+    plain, tuned = plain_step(seeded), tuned_step(seeded, Stopwatch())
+    before = {name: weight.clone() for name, weight in made[0].state_dict().items()}
+    for _ in range(3):
+        plain()
+        tuned()
+    for name, weight in made[0].state_dict().items():
+        torch.testing.assert_close(made[1].state_dict()[name], weight)
+        assert not torch.equal(before[name], weight)
 
 
 def test_the_command_knows_all_names() -> None:

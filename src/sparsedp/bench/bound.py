@@ -20,11 +20,15 @@ from sparsedp.bench.growth import matched_adafest
 from sparsedp.bench.rates import Rates
 from sparsedp.bench.step import Workload, pctr, plain_step, private_run
 from sparsedp.bench.timing import Stopwatch, Timing, interleaved, machine, ratio
+from sparsedp.bench.tuned import tuned_step
 from sparsedp.bench.work import Counted, Work, count, plain_stages, private_stages
 from sparsedp.mechanisms import DPSGD, EANA, LazyDP, Mechanism
 from sparsedp.nn import CandidateSampler, candidate_loss, sequence_loss
 
-VARIANTS = {"plain": "PyTorch", "dpsgd": "DP-SGD", "adafest": "AdaFEST", "lazydp": "LazyDP", "eana": "EANA"}
+VARIANTS = {
+    "plain": "PyTorch", "tuned": "PyTorch, our table updates", "dpsgd": "DP-SGD", "adafest": "AdaFEST", "lazydp": "LazyDP",
+    "eana": "EANA",
+}  # fmt: skip
 # In the order of a step, for tables and plots. What is left is between the stages.
 STAGES = (
     "forward", "settling", "backward", "collect", "selection", "noise", "norms", "sums", "update", "the rest"
@@ -55,18 +59,21 @@ class Subject:
     private: Workload  # may have another loss, to the same value
     draw: Callable[[], tuple[Tensor, ...]]
     mechanisms: tuple[str, ...] = ("adafest", "lazydp", "eana")
+    tuned: bool = False  # measured with `tuned_step` as well
 
 
 def _pctr(sizes: Sizes) -> Subject:
     work = pctr(sizes.batch, sizes.scale)
     setting = f"Criteo's vocabularies times {sizes.scale:g}, batch {sizes.batch}"
-    return Subject("pCTR", setting, work, work, lambda: pctr(sizes.batch, sizes.scale).batch)
+    return Subject("pCTR", setting, work, work, lambda: pctr(sizes.batch, sizes.scale).batch, tuned=True)
 
 
 def _dlrm(sizes: Sizes) -> Subject:
     setting = lazydp.Setting(gigabytes=sizes.gigabytes, batch=sizes.batch)
     work = lazydp.workload(setting)
-    return Subject("DLRM", str(setting), work, work, lambda: lazydp.draw_batch(setting, setting.table_sizes))
+    return Subject(
+        "DLRM", str(setting), work, work, lambda: lazydp.draw_batch(setting, setting.table_sizes), tuned=True
+    )
 
 
 def _dual(sizes: Sizes) -> Subject:
@@ -161,8 +168,11 @@ def bench_bound(
 def _measure(subject: Subject, repeats: int, rates: Rates) -> list[dict[str, Any]]:
     counted = count(subject.private)
     works = {"plain": plain_stages(subject.plain, counted.readings)}
-    watches = {name: Stopwatch() for name in ("plain", *subject.mechanisms)}
+    not_private = ("plain", "tuned") if subject.tuned else ("plain",)
+    watches = {name: Stopwatch() for name in (*not_private, *subject.mechanisms)}
     steps = {"plain": plain_step(subject.plain, watches["plain"])}
+    if subject.tuned:
+        works["tuned"], steps["tuned"] = works["plain"], tuned_step(subject.plain, watches["tuned"])
     tables = {name: len(p) for name, p in subject.private.make(True).named_parameters() if name in counted.readings}
     for name in subject.mechanisms:
         mechanism = _mechanism(name, counted, sum(tables.values()))
@@ -192,6 +202,7 @@ def _measure(subject: Subject, repeats: int, rates: Rates) -> list[dict[str, Any
             "rows_touched": counted.touched,
             **timing.to_dict(),
             "ratio_to_plain": ratio(timing, timings["plain"]),
+            "ratio_to_tuned": ratio(timing, timings["tuned"]) if subject.tuned else None,
             "bound": bounds[name],
             "over_bound": {"best": timing.best / bounds[name], "median": timing.median / bounds[name]},
             "bound_to_plain": bounds[name] / bounds["plain"],

@@ -26,9 +26,21 @@ def _against_plain(results: Results) -> Found:
     for row in _rows(results, "step"):
         if row["mechanism"] in ("adafest", "eana") and row["model"] == "pctr":
             yield f"pCTR {row['mechanism']}", row["ratio"]["best"]
+    for row in _rows(results, "bound"):
+        if row["variant"] == "lazydp" and row["workload"] == "pctr":
+            yield "pCTR lazydp", row["ratio_to_plain"]["best"]
     for row in _rows(results, "lazydp"):
         if row["base"] and row["variant"] in ("lazydp", "adafest", "eana"):
             yield f"DLRM {row['variant']}", row["ratio_to_sgd"]["best"]
+
+
+def _against_own(results: Results) -> Found:
+    for row in _rows(results, "bound"):
+        if row["variant"] in ("lazydp", "adafest", "eana") and row["ratio_to_tuned"] is not None:
+            yield f"{row['title']} {row['variant']}", row["ratio_to_tuned"]["best"]
+    for row in _rows(results, "tied"):
+        if row["base"] and row["variant"] == "softmax" and "ratio_to_chunked" in row:
+            yield "tied, table_softmax_loss", row["ratio_to_chunked"]["best"]
 
 
 def _over_rows(results: Results) -> Found:
@@ -72,6 +84,7 @@ def _memory(results: Results) -> Found:
 
 LINES = (
     Line("private step / plain PyTorch, pCTR and DLRM", 1.0, None, _against_plain),
+    Line("private step / the same without privacy on our code", 1.25, None, _against_own),
     Line("step at most rows / step at fewest, one table", 1.15, None, _over_rows),
     Line("dense DP-SGD / AdaFEST, one table, most rows", None, 300.0, _dense_over_sparse),
     Line("tied sequence model, private / not", 1.25, None, _tied),
