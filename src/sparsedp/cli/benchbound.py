@@ -74,11 +74,12 @@ def show(console: Console, result: dict[str, Any]) -> None:
     console.print(table)
     for workload in dict.fromkeys(row["workload"] for row in result["rows"]):
         rows = [row for row in result["rows"] if row["workload"] == workload]
-        table = make_table(f"{rows[0]['title']}, {rows[0]['setting']}", STAGE_HEAD)
+        title = rows[0]["title"]
+        table = make_table(f"{title}, {rows[0]['setting']}", STAGE_HEAD)
         for line in stage_lines(rows):
             table.add_row(*line)
         console.print(table)
-    table = make_table("Steps: ms", STEP_HEAD)
-    for line in step_lines(result["rows"]):
-        table.add_row(*line)
-    console.print(table)
+        table = make_table(f"{title}: steps, ms", STEP_HEAD)
+        for step, *numbers in step_lines(rows):
+            table.add_row(step.removeprefix(f"{title}, "), *numbers)
+        console.print(table)

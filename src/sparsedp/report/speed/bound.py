@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sparsedp.bench.bound import VARIANTS
-from sparsedp.report.speed.tables import images, markdown_table, milliseconds, times
+from sparsedp.report.speed.tables import images, markdown_table, milliseconds, number, times
 
 STAGE_HEAD = (
     "stage", "must move, MB", "must compute, MFLOP", "normals, exponentials, millions", "bound, ms", "measured, ms",
@@ -53,10 +53,10 @@ def step_lines(rows: Rows) -> list[list[str]]:
     return [
         [
             f"{row['title']}, {VARIANTS[row['variant']]}",
-            _number(1e3 * row["bound"]),
+            number(1e3 * row["bound"]),
             milliseconds(row),
             times(row["over_bound"]),
-            f"{row['bound_to_plain']:.3g}",
+            number(row["bound_to_plain"]),
             times(row["ratio_to_plain"]),
             times(row["ratio_to_tuned"]),
         ]
@@ -75,9 +75,9 @@ def stage_lines(rows: Rows) -> list[list[str]]:
             lines.append(
                 [
                     f"{VARIANTS[row['variant']]}: {stage['stage']}",
-                    *(_number(value) if value else "-" for value in counts),
-                    "-" if best is None else _number(1e3 * best),
-                    "-" if over is None else _number(over),
+                    *(number(value) if value else "-" for value in counts),
+                    "-" if best is None else number(1e3 * best),
+                    "-" if over is None else number(over),
                 ]
             )
     return lines
@@ -119,8 +119,3 @@ def _flops(product: Mapping[str, Any]) -> int:
 
 def _ascending(rates: Mapping[str, float]) -> Iterable[tuple[str, float]]:
     return sorted(rates.items(), key=lambda pair: int(pair[0]))
-
-
-def _number(value: float) -> str:
-    """With three digits, or all before the point."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

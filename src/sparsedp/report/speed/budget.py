@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from sparsedp.report.speed.tables import markdown_table
+from sparsedp.report.speed.tables import markdown_table, number
 
 Results = Mapping[str, Mapping[str, Any]]
 Found = Iterable[tuple[str, float]]  # where, and the ratio of best times there
@@ -99,7 +99,7 @@ def section(results: Results) -> str:
         asked = f"at most {most:g}" if most is not None else f"at least {least:g}"
         for where, value in find(results):
             met = value <= most if most is not None else least is not None and value >= least
-            lines.append([what, where, asked, f"{value:.3g}", "yes" if met else "no"])
+            lines.append([what, where, asked, number(value), "yes" if met else "no"])
     if not lines:
         return ""
     quick = any(result.get("command", "").endswith("--quick") for result in results.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 from sparsedp.bench import dual, lazydp, tied
 from sparsedp.bench.papers import COMPARISONS, PAPERS, Comparison, Published, Results, Value
-from sparsedp.report.speed.tables import markdown_table
+from sparsedp.report.speed import tables
 
 # The part in which our counterparts are, and the paper's setting.
 _SETTINGS = {
@@ -38,7 +38,7 @@ def section(results: Results, plots: Sequence[str]) -> str:
         pieces += [
             f"### {paper}",
             f"The paper: {setting} Ours: {_setting(part, results.get(part))}.",
-            markdown_table(("what", "paper", "ours", "what differs"), lines),
+            tables.markdown_table(("what", "paper", "ours", "what differs"), lines),
         ]
     return "\n\n".join(pieces)
 
@@ -60,7 +60,7 @@ def ours(value: Value | None, number: Published) -> str:
 def _shown(value: Value) -> str:
     if isinstance(value, tuple):
         return " to ".join(map(_shown, value))
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+    return tables.number(value)
 
 
 def _setting(part: str, result: Mapping[str, Any] | None) -> str:

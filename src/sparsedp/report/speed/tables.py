@@ -7,9 +7,16 @@ from typing import Any
 
 
 def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A table, with its first column to the left and numbers to the right."""
-    rows = [list(head), ["---", *["---:"] * (len(head) - 1)], *map(list, lines)]
+    """A table, with columns of numbers to the right."""
+    cells = [list(line) for line in lines]
+    numbers = [all(_is_number(line[column]) for line in cells) for column in range(len(head))]
+    rows = [list(head), ["---:" if right else "---" for right in numbers], *cells]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+
+
+def _is_number(cell: str) -> bool:
+    """As these tables write them, with or without a unit."""
+    return cell in ("", "-") or cell[0].isdigit()
 
 
 def milliseconds(timing: Mapping[str, Any]) -> str:
@@ -19,9 +26,14 @@ def milliseconds(timing: Mapping[str, Any]) -> str:
     return f"{best:.{digits}f} ({median:.{digits}f} ± {spread:.{digits}f})"
 
 
+def number(value: float) -> str:
+    """With three digits, or all before the point."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
 def times(ratio: Mapping[str, float] | None) -> str:
     """A ratio of best times, with that of medians in brackets; a dash for none."""
-    return "-" if ratio is None else f"{ratio['best']:.3g} ({ratio['median']:.3g})"
+    return "-" if ratio is None else f"{number(ratio['best'])} ({number(ratio['median'])})"
 
 
 def images(plots: Iterable[str], start: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparsedp.report.speed.tables import images, markdown_table, milliseconds
+from sparsedp.report.speed.tables import images, markdown_table, milliseconds, number
 
 
 def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
@@ -17,7 +17,7 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         (
             [
                 f"{size:,}", *(milliseconds(rows[size, variant]) for variant in variants),
-                f"{rows[size, 'adafest']['dpsgd_over_this']['best']:.3g}",
+                number(rows[size, "adafest"]["dpsgd_over_this"]["best"]),
             ]
             for size in sizes
         ),
