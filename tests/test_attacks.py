@@ -503,6 +503,18 @@ def test_branches_of_a_run_do_not_share_steps(tmp_path: Path) -> None:
     second = engine(7, tmp_path / "early.pt")
     second[0].load_checkpoint(tmp_path / "late.pt")
     assert (second[0].ledger.steps, second[0].ledger.abandoned) == (10, 7)
+    # Siblings: what they have in common is what they both began with, not what the last one that was read holds.
+    for name in ("one", "other"):
+        engine(10, tmp_path / "early.pt")[0].save_checkpoint(tmp_path / f"{name}.pt")
+    third = engine(3, tmp_path / "one.pt")
+    third[0].load_checkpoint(tmp_path / "other.pt")
+    assert (third[0].ledger.steps, third[0].ledger.abandoned) == (15, 13)
+    third[0].save_checkpoint(tmp_path / "third.pt")
+    third[0].load_checkpoint(tmp_path / "one.pt")
+    assert (third[0].ledger.steps, third[0].ledger.abandoned) == (15, 13)
+    fourth = engine(0, tmp_path / "one.pt")
+    fourth[0].load_checkpoint(tmp_path / "third.pt")  # which went through one.pt
+    assert (fourth[0].ledger.steps, fourth[0].ledger.abandoned) == (15, 13)
     second[0].load_checkpoint(tmp_path / "early.pt")
     assert (second[0].ledger.steps, second[0].ledger.abandoned) == (5, 12)
     second[0].load_checkpoint(tmp_path / "late.pt")

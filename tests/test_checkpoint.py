@@ -367,3 +367,15 @@ def test_an_interrupted_copy_is_refused_until_one_succeeds(tmp_path: Path, monke
     assert [entry.count for entry in run[0].ledger.entries] == paid  # not twice
     assert all(torch.equal(value, first[1].state_dict()[name]) for name, value in run[1].state_dict().items())
     steps(run, 1)
+
+
+def test_notes_of_the_statement_are_kept(tmp_path: Path) -> None:
+    run = start()
+    run[0].add_note("the vocabulary was counted on private data")
+    run[0].save_checkpoint(tmp_path / "c.pt")
+    other = start()
+    other[0].add_note("and this")
+    for _ in range(2):
+        other[0].load_checkpoint(tmp_path / "c.pt")
+    text = str(other[0].statement(1e-5))
+    assert text.count("counted on private data") == 1 and "and this" in text

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import copy
 import os
+import secrets
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +30,12 @@ if TYPE_CHECKING:
     from sparsedp.optimizer import PrivateOptimizer
 
 _FORMAT = "sparsedp-checkpoint-1"
+# Checkpoints that a lineage reaches back to.
+_MARKS = 1000
 _KEYS = {
     "format",
     "plan",
     "plan_hash",
-    "run",
     "mark",
     "model",
     "optimizer",
@@ -46,19 +48,47 @@ _KEYS = {
 
 
 @dataclass
+class Lineage:
+    """The checkpoints that a run went through, oldest first, and the ledgers in them, by marks that nobody else draws.
+
+    A ledger holds everything that is in the ledgers of its lineage.
+    """
+
+    ledgers: dict[str, Ledger] = field(default_factory=dict)
+
+    def add(self, ledger: Ledger) -> None:
+        """Of a checkpoint that is written now. Of many, the oldest are forgotten: what follows counts too much then."""
+        self.ledgers[secrets.token_hex(16)] = Ledger(list(ledger.entries), ledger.composition)
+        while len(self.ledgers) > _MARKS:
+            del self.ledgers[next(iter(self.ledgers))]
+
+    def join(self, other: Lineage) -> None:
+        """Of a checkpoint that was read."""
+        self.ledgers = {**self.ledgers, **other.ledgers}
+
+    def common(self, other: Lineage) -> Ledger:
+        """The largest ledger that both have; the empty one if they have none."""
+        shared = [ledger for mark, ledger in other.ledgers.items() if mark in self.ledgers]
+        return max(shared, key=lambda ledger: sum(entry.count for entry in ledger.entries), default=Ledger())
+
+    @property
+    def last(self) -> tuple[str, Ledger]:
+        return next(reversed(self.ledgers.items()))
+
+
+@dataclass
 class State:
     plan: PrivacyPlan
-    run: str  # the same for all checkpoints of a run, by whichever engine that continued it
-    mark: str  # this checkpoint's own
+    lineage: Lineage  # the last is this checkpoint's own
     model: dict[str, Any]  # if read, its tensors are mapped, and those of the optimizer: copy what is to be kept
     optimizer: dict[str, Any]
-    ledger: Any
     loader: dict[str, Any]
     prepared: dict[str, torch.Tensor] | None  # what the mechanism decided ahead of its steps, on the data
     counted: list[int | None]  # of these scopes, and what it keeps of them for the next
     memory: dict[str, torch.Tensor]
     seed: int | None
     extra: dict[str, Any]
+    notes: list[str] = field(default_factory=list)  # of the statement
     torch_generator: torch.Tensor | None = None
 
 
@@ -67,15 +97,16 @@ def save(path: str | os.PathLike[str], state: State) -> None:
     target = Path(path)
     # Dropout draws from torch's own generator: a seeded run needs its state to go on alike.
     generator = None if state.seed is None else torch.get_rng_state()
+    mark, ledger = state.lineage.last
     content = {
         "format": _FORMAT,
         "plan": state.plan.to_dict(),
         "plan_hash": state.plan.hash,
-        "run": state.run,
-        "mark": state.mark,
+        "mark": mark,
+        "ledger": ledger.state_dict(),
+        "lineage": {mark: ledger.state_dict() for mark, ledger in state.lineage.ledgers.items()},
         "model": state.model,
         "optimizer": state.optimizer,
-        "ledger": state.ledger,
         "loader": state.loader,
         "prepared": state.prepared,
         "counted": state.counted,
@@ -83,6 +114,7 @@ def save(path: str | os.PathLike[str], state: State) -> None:
         "seed": state.seed,
         "torch_generator": generator,
         "extra": state.extra,
+        "notes": state.notes,
     }
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
@@ -115,15 +147,18 @@ def load(path: str | os.PathLike[str], plan: PrivacyPlan, seed: int | None) -> S
         raise CheckpointError(f"{path} belongs to another plan: {lines}.")
     if content["seed"] != seed:
         raise CheckpointError(f"{path} was written with seed {content['seed']}, this engine has seed {seed}.")
+    # Older checkpoints know their own ledger alone.
+    lineage = Lineage()
+    for mark, saved in {**content.get("lineage", {}), content["mark"]: content["ledger"]}.items():
+        lineage.ledgers[mark] = Ledger()
+        lineage.ledgers[mark].load_state_dict(saved)
     small = copy.deepcopy({key: value for key, value in content.items() if key not in ("model", "optimizer")})
     content.update(small)  # not mapped
     return State(
         plan=plan,
-        run=content["run"],
-        mark=content["mark"],
+        lineage=lineage,
         model=content["model"],
         optimizer=content["optimizer"],
-        ledger=content["ledger"],
         loader=content["loader"],
         prepared=content["prepared"],
         # Checkpoints from before there were streams do not have these: what was prepared was so on all data.
@@ -131,13 +166,14 @@ def load(path: str | os.PathLike[str], plan: PrivacyPlan, seed: int | None) -> S
         memory=content.get("memory", {}),
         seed=content["seed"],
         extra=content["extra"],
+        notes=content.get("notes", []),
         torch_generator=content["torch_generator"],
     )
 
 
 def restore(
     state: State,
-    common: Ledger | None,
+    common: Ledger,
     module: nn.Module,
     optimizer: PrivateOptimizer,
     ledger: Ledger,
@@ -147,11 +183,10 @@ def restore(
 
     What can fail is tried on the side, so that a failure changes nothing; what is copied has its place then. If the copying
     is interrupted, `optimizer.mixed` stays True and the ledger has paid for both states.
-    `common` is what the ledger has in common with the checkpoint's; None: all that the checkpoint's holds.
+    `common` is what the ledger has in common with the checkpoint's.
     """
     _check_model(state.model, module)
-    saved = Ledger()
-    saved.load_state_dict(state.ledger)
+    _, saved = state.lineage.last
     if saved.composition != ledger.composition:
         raise CheckpointError(
             f"The checkpoint's ledger has {saved.composition} composition, this run {ledger.composition}."
@@ -166,7 +201,7 @@ def restore(
         optimizer.load_state_dict(before)
         loader.load_state_dict(position)
         raise CheckpointError(f"The checkpoint does not fit the optimizer or the loader: {error}") from error
-    ledger.go_back(saved, saved if common is None else common)
+    ledger.go_back(saved, common)
     optimizer.mixed = True
     optimizer.forget()
     optimizer.prepared, optimizer.counted, optimizer.memory = state.prepared, list(state.counted), dict(state.memory)

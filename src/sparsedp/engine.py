@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -80,10 +79,7 @@ class PrivacyEngine:
         self._loader: PrivateLoader | None = None
         self._notes: list[str] = []
         self._checked = 0  # units that sparsedp.check looked at
-        self._run = secrets.token_hex(16)
-        # Of the checkpoints that were written or read here: states of this engine's ledger.
-        self._marks: set[str] = set()
-        self._read = Ledger()  # as it was in the checkpoint that was read last
+        self._lineage = checkpoint.Lineage()  # the checkpoints that were written or read here
         self._capture: Capture | None = None
 
     # ------------------------------------------------------------------ making things private
@@ -380,14 +376,12 @@ class PrivacyEngine:
         """
         module, optimizer, loader = self._parts()
         optimizer.require_whole()
-        mark = secrets.token_hex(16)
+        self._lineage.add(self.ledger)
         checkpoint.save(path, checkpoint.State(
-            plan=self.plan, run=self._run, mark=mark, model=module.state_dict(), optimizer=optimizer.state_dict(),
-            ledger=self.ledger.state_dict(),
+            plan=self.plan, lineage=self._lineage, model=module.state_dict(), optimizer=optimizer.state_dict(),
             loader=loader.state_dict(), prepared=optimizer.prepared, counted=optimizer.counted, memory=optimizer.memory,
-            seed=self._seed, extra=extra or {},
+            seed=self._seed, extra=extra or {}, notes=self._notes,
         ))  # fmt: skip
-        self._marks.add(mark)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Continues a run with the same plan; returns the caller's `extra`. If anything is wrong, nothing changes.
@@ -401,19 +395,17 @@ class PrivacyEngine:
             self.plan.frequencies is not None
             and state.memory
             and self.ledger.setups(None)
-            and state.mark not in self._marks
+            and state.lineage.last[0] not in self._lineage.ledgers
         ):
             raise CheckpointError(
                 "This engine has released frequencies already, and the checkpoint holds those of its run: both would have to "
                 "be paid for. Call load_checkpoint before release_frequencies or estimate_errors."
             )
         with nullcontext() if optimizer.lazy is None else optimizer.lazy.replaced():
-            # A checkpoint of the same run by another engine shares with this one what both of them read.
-            common = None if state.mark in self._marks else self._read if state.run == self._run else Ledger()
+            common = self._lineage.common(state.lineage)
             copy_tensors = checkpoint.restore(state, common, module, optimizer, self.ledger, loader)
-            self._run = state.run
-            self._marks.add(state.mark)
-            self._read.load_state_dict(state.ledger)
+            self._lineage.join(state.lineage)
+            self._notes += [note for note in state.notes if note not in self._notes]
             if not self._key.seeded:
                 # Going back to an earlier step with the same key would put the same noise on another gradient.
                 self._key = RandomKey.from_os()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -571,6 +572,10 @@ class Capture:
     def _derive(
         self, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression], shared: bool
     ) -> Any:
+        if name == "getitem" and any(map(self.is_data, _bounds(args[1]))):
+            raise self.refuse(
+                name, expressions[0].names, "which rows it takes depends on the whole batch", "take a fixed part"
+            )
         out = func(*args, **kwargs)
         ids = None
         if len(expressions) == 1 and expressions[0].tensor is expressions[0].parameters[0][1]:
@@ -716,6 +721,11 @@ def _refuse_surroundings() -> None:
         raise UnsupportedError(
             "torch.autocast rounds per-unit gradients before they are clipped. Train without autocast."
         )
+    if np.float32(1e-40) * np.float32(1) == 0:
+        raise UnsupportedError(
+            "torch.set_flush_denormal(True) lets small gradients vanish from norms that are not small any more when they are "
+            "added up. Train without it."
+        )
     if torch._C._current_graph_task_id() != -1:
         raise UnsupportedError(
             "The module ran inside of backward (gradient checkpointing?), where its uses would be counted twice. "
@@ -754,6 +764,13 @@ def _operands(args: tuple, kwargs: dict) -> Iterator[Tensor]:
             for item in value:
                 if isinstance(item, Tensor):
                     yield item
+
+
+def _bounds(index: Any) -> Iterator[Tensor]:
+    """The tensors that slices begin or end with."""
+    for item in index if isinstance(index, tuple) else (index,):
+        if isinstance(item, slice):
+            yield from (bound for bound in (item.start, item.stop, item.step) if isinstance(bound, Tensor))
 
 
 def _all_tensors(value: Any, objects: bool = False) -> Iterator[Tensor]:

@@ -81,13 +81,19 @@ class Softmax:
         return (squared_rows(self.hidden).sqrt() * self.scale.abs().double() * self.sizes.double()).sum(1)
 
     def drift(self) -> Tensor:
-        """By how much a unit's sum may differ from what was measured, (B,): each time, the logits are rounded anew."""
+        """By how much a unit's sum may differ from what was measured, (B,): each time, the logits are rounded anew.
+
+        A product of d numbers is off by up to d eps / 2 times the norms of its factors, whatever it comes to. And no entry of
+        G / scale is beyond 1.
+        """
         self._measure()
         assert self.sizes is not None
         inside = (self.target >= 0) if self.rows is None else _place(self.rows, self.target) >= 0
-        error = 8 * torch.finfo(self.hidden.dtype).eps * (1 + self.log_sum.abs().double())
-        terms = squared_rows(self.hidden).sqrt() * self.scale.abs().double()
-        return (terms * error * (self.sizes.double() + inside)).sum(1)
+        norms = squared_rows(self.hidden).sqrt()
+        largest = squared_rows(self.table()).amax().sqrt()
+        rounding = 8 * (1 + self.log_sum.abs().double()) + self.width * norms * largest
+        error = torch.expm1(torch.finfo(self.hidden.dtype).eps * rounding) * (self.sizes.double() + inside)
+        return (norms * self.scale.abs().double() * error.clamp_max(self.size**0.5 + 2)).sum(1)
 
     def _measure(self) -> None:
         if self.square is not None:
@@ -129,7 +135,7 @@ class Softmax:
             outside |= _place(self.rows, own) < 0
         facing = table[own.masked_fill(outside, 0)]
         log_sum, scale, target = self.log_sum[units], self.scale[units], self.target[units]
-        grad = torch.baddbmm(-log_sum[:, :, None], self.hidden[units], facing.mT).exp_()
+        grad = torch.baddbmm(-log_sum[:, :, None], self.hidden[units], facing.mT).clamp_max_(0).exp_()
         grad -= (target[:, :, None] == own[:, None, :]).to(grad.dtype)
         silent = outside[:, None, :] | (target < 0)[:, :, None]
         return (grad * scale[:, :, None]).masked_fill_(silent, 0)
@@ -225,7 +231,7 @@ def _parts(hidden: Tensor, target: Tensor, scale: Tensor, rows: int) -> Iterator
     order = valid.logical_not().long().argsort(stable=True, dim=1)
     for units, n in units_by_length(valid.sum(1), rows, CHUNK):
         at = order[units, :n]
-        own = hidden[units[:, None], at].masked_fill(target[units[:, None], at, None] < 0, 0)
+        own = hidden[units[:, None], at]
         yield _Part(units, at, own.flatten(0, 1), own * scale[units[:, None], at, None])
 
 
@@ -263,7 +269,7 @@ def _gradients(
 ) -> Iterator[tuple[slice, Tensor]]:
     """G / scale (r, v) for some rows of the table at a time: each is in the memory of the one before."""
     for c in columns:
-        yield c, _less_targets(_logits(hidden, table, left_out, c, room).sub_(log_sum).exp_(), target, c)
+        yield c, _less_targets(_logits(hidden, table, left_out, c, room).sub_(log_sum).clamp_max_(0).exp_(), target, c)
 
 
 class _Measure:
@@ -303,6 +309,8 @@ def _place(rows: Tensor, wanted: Tensor) -> Tensor:
 
 def checked_targets(target: Tensor, rows: int, ignore: int) -> tuple[Tensor, int | None]:
     """Targets with -1 for `ignore`, and the row that is not in the softmax: `ignore`, if it is one."""
+    if not isinstance(ignore, int):
+        raise ValueError(f"ignore must be an int, the same for every batch, not {type(ignore).__name__}")
     left_out = ignore if 0 <= ignore < rows else None
     if rows < (1 if left_out is None else 2):
         raise ValueError(f"a softmax over {rows} rows, of which {ignore} is left out, has none")
@@ -323,6 +331,7 @@ def checked_targets(target: Tensor, rows: int, ignore: int) -> tuple[Tensor, int
 class Passed:
     """What a forward pass computes, at a gradient of 1 on each unit's loss."""
 
+    hidden: Tensor  # (B, P, d) its own copy: norms and sums must be of the same numbers. 0 where positions do not count
     log_sum: Tensor  # (B, P); 0 at positions that do not count
     scale: Tensor  # (B, P), 1 / the number of a unit's positions that count
     hidden_grad: Tensor | None  # (B, P, d)
@@ -338,6 +347,7 @@ def softmax_pass(
     Returns losses (B,), each unit's mean cross-entropy over the positions that count, 0 without any, and the rest apart:
     whoever keeps it must not hold on to the losses, which are about to be part of the graph.
     """
+    hidden = hidden.detach().masked_fill((target < 0)[..., None], 0)
     counts = (target >= 0).sum(1)
     scale = (target >= 0).to(hidden.dtype) / counts.clamp_min(1)[:, None]
     losses, log_sum = hidden.new_zeros(hidden.shape[0]), torch.zeros_like(scale)
@@ -376,7 +386,7 @@ def softmax_pass(
             grads[where] = mine.view_as(part.inputs) * shares[..., None]
         if square is not None and sizes is not None:
             square[part.units], sizes[where] = measure.square(), measure.sizes()
-    return losses, Passed(log_sum, scale, grads, square, sizes)
+    return losses, Passed(hidden, log_sum, scale, grads, square, sizes)
 
 
 class SoftmaxLoss(torch.autograd.Function):
@@ -394,7 +404,7 @@ class SoftmaxLoss(torch.autograd.Function):
         if passed is not None:
             passed.append(found)
         ctx.left_out = left_out
-        of_table = (hidden, table, target, found.log_sum, found.scale) if ctx.needs_input_grad[1] else [None] * 5
+        of_table = (found.hidden, table, target, found.log_sum, found.scale) if ctx.needs_input_grad[1] else [None] * 5
         ctx.save_for_backward(found.hidden_grad, *of_table)
         return losses
 

@@ -148,18 +148,21 @@ class ParameterUses:
         """
         pieces: list[Use] = [*self.linears, *self.builts, *self.softmaxes, *merge_lookups(self.lookups)]
         known = RowNorms() if known is None else known
-        total = _own_square(pieces[0], units, known)
+        squares = [_own_square(piece, units, known).double() for piece in pieces]
         if len(pieces) == 1 and not _can_cancel(pieces[0]):
-            return total
-        reach = _reach(pieces[0], units, known)
-        for index, piece in enumerate(pieces[1:], 1):
-            total = total + _inner(piece, piece, units, known)
-            reach = reach + _reach(piece, units, known)
+            return squares[0]
+        total = torch.stack(squares).sum(0)
+        reach = torch.stack([_reach(piece, units, known).double() for piece in pieces]).sum(0)
+        for index, piece in enumerate(pieces):
             for other in pieces[:index]:
                 total = total + 2 * _inner(piece, other, units, known)
-        found = total.double().clamp_min(0) + slack(pieces) * reach.square()
-        for softmax in self.softmaxes:
-            found = (found.sqrt() + softmax.drift()).square()
+        rounding = slack(pieces)
+        found = total.clamp_min(0) + rounding * reach.square()
+        if self.softmaxes:
+            # What a softmax may differ by counts times whatever it is multiplied with, also if that cancels.
+            drift = torch.stack([softmax.drift() for softmax in self.softmaxes]).sum(0)
+            sizes = torch.stack(squares).clamp_min(0).sqrt().sum(0) + rounding**0.5 * reach
+            found = found + 2 * drift * sizes + drift.square()
         return found
 
     def weighted_sum(self, factors: Tensor, shape: torch.Size) -> Tensor | RowSparse:

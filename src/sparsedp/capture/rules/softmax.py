@@ -14,9 +14,12 @@ from sparsedp.capture.softmax import Passed, Softmax, SoftmaxLoss, checked_targe
 from sparsedp.capture.tracking import UnitAxis
 
 
-def _mark(weight: Tensor) -> tuple[float, float]:
+def _mark(weight: Tensor) -> float:
     """Tells a table from a changed one: logits are computed again from it, and must come out the same."""
-    return float(weight.sum(dtype=torch.float64)), float(torch.linalg.vector_norm(weight, dtype=torch.float64))
+    rows, columns = (
+        torch.arange(1, size + 1, dtype=torch.float64, device=weight.device).sin_() for size in weight.shape
+    )
+    return float(torch.dot(rows, torch.mv(weight, columns.to(weight.dtype)).double()))
 
 
 @rule("table_softmax_loss")
@@ -33,7 +36,10 @@ def _table_softmax_loss(capture: Capture, name: str, func: Callable, args: tuple
             raise capture.refuse(name, table.names, "units are not on axis 0 of its inputs", instead)
     own = table.parameters[0][1]
     weight = table.tensor.detach()
-    if not table.is_view or not weight.is_contiguous() or own.ndim != 2 or own.shape[1] != weight.shape[1]:
+    if (
+        not table.is_view or not weight.is_contiguous() or own.ndim != 2 or own.shape[1] != weight.shape[1]
+        or table.offset % weight.shape[1]
+    ):  # fmt: skip
         raise capture.refuse(
             name, table.names, "the table is used through a computed copy or an unusual view",
             "pass the parameter itself, or some of its rows, weight[a:b]",
@@ -41,7 +47,7 @@ def _table_softmax_loss(capture: Capture, name: str, func: Callable, args: tuple
     wanted, left_out = checked_targets(target, weight.shape[0], bound.get("ignore", 0))
     passed: list[Passed] = []
     out = SoftmaxLoss.apply(hidden, weight, wanted, left_out, passed)
-    kept_hidden, kept_weight = capture.keep(hidden, name, table.names), capture.keep(weight, name, table.names)
+    kept_weight = capture.keep(weight, name, table.names)
     first, mark = table.offset // weight.shape[1], _mark(weight)
 
     def finish(grad: Tensor) -> Placed:
@@ -51,9 +57,8 @@ def _table_softmax_loss(capture: Capture, name: str, func: Callable, args: tuple
             raise capture.refuse(
                 name, table.names, "the table was changed between forward and step()", "change it later"
             )
-        states = kept_hidden.get().masked_fill((wanted < 0)[..., None], 0)
         use = Softmax(
-            states, wanted, done.log_sum, done.scale * grad[:, None], kept_weight.get, first, left_out,
+            done.hidden, wanted, done.log_sum, done.scale * grad[:, None], kept_weight.get, first, left_out,
             square=done.square * grad.double().square(), sizes=done.sizes,
         )  # fmt: skip
         return [(table.parameters[0][0], use)]
