@@ -558,3 +558,39 @@ def test_refusals(loader, words, poisson):
 def test_impossible_micro_batches_are_refused(limit):
     with pytest.raises(UnsupportedError, match="max_physical_batch"):
         make(limit=limit)
+
+
+# ------------------------------------------------------------------ collate functions that mix examples
+
+
+def _padded(examples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sorted by length, padded on the left."""
+    ids = sorted((torch.arange(int(x[0] * 5) + 1) for x, _ in examples), key=len)
+    widest = max(map(len, ids))
+    return torch.stack([torch.nn.functional.pad(own, (widest - len(own), 0)) for own in ids]), torch.ones(len(ids))
+
+
+@pytest.mark.parametrize(
+    ("collate", "mixes"),
+    [
+        (lambda examples: (torch.stack([x for x, _ in examples]), torch.stack([y for _, y in examples])), False),
+        (_padded, False),
+        (
+            lambda examples: (torch.stack([x for x, _ in examples]), torch.rand(len(examples))),
+            False,
+        ),  # cannot be judged
+        (lambda examples: torch.stack([torch.cat([y for _, y in examples]).sort()[0]] * len(examples)), True),
+        (lambda examples: {"x": (x := torch.stack([x for x, _ in examples])) - x.mean(0)}, True),
+    ],
+)
+def test_collate_functions_that_mix_examples(collate: Any, mixes: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.rand(20, 2, generator=random), torch.rand(20, 1, generator=random))
+    state = torch.get_rng_state()
+    loader = DataLoader(data, batch_size=4, collate_fn=collate)
+    if mixes:
+        with pytest.raises(UnsupportedError, match="from other examples of the batch"):
+            PrivateLoader(loader, key=RandomKey.from_seed(0))
+    else:
+        PrivateLoader(loader, key=RandomKey.from_seed(0))
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,17 +1,21 @@
-"""What is asked of a collate function: an empty batch, which it cannot make, and that examples stay in order."""
+"""What is asked of a collate function: an empty batch, which it cannot make, and that examples stay apart and in order."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate
 
 from sparsedp.errors import UnsupportedError
 
 _TRIED = 32  # examples on which a collate function is tried
+_BESIDE = 8  # likewise, where all but one stay the same
 
 
 def empty_batch(dataset: Any, collate: Callable[[Any], Any]) -> Any:
@@ -22,6 +26,39 @@ def empty_batch(dataset: Any, collate: Callable[[Any], Any]) -> Any:
     Tensors hold zeros: of the example that was read, only shapes get out. Python ints count as sizes.
     """
     return _shrink(collate(_fetch(dataset, [0])), collate(_fetch(dataset, [0, 0])))
+
+
+def refuse_mixing(dataset: Any, collate: Callable[[Any], Any]) -> None:
+    """Raises if `collate` is seen to make an example's row of other examples too, such as in-batch negatives.
+
+    One of some examples is exchanged for others: in what has one row per example, no more than one row may change. What
+    cannot be judged passes: a collate function or a data set that makes other rows each time, or that fails here, and what
+    changes its shape.
+    """
+    size = len(dataset)
+    places = np.unique(np.linspace(0, size - 1, min(size, _BESIDE)).astype(int)).tolist()
+    others = list(islice((place for place in range(size) if place not in places), 3))
+    if collate is default_collate or len(places) < 3 or not others:
+        return
+    try:
+        with torch.random.fork_rng(devices=[]):
+            before, again, *changed = (
+                list(_arrays(collate(_fetch(dataset, [*places[:-1], last]))))
+                for last in (places[-1], places[-1], *others)
+            )
+    except Exception:
+        return
+    if not all(map(np.array_equal, before, again)):
+        return
+    for other in changed:
+        for one, two in zip(before, other):
+            if one.shape == two.shape and one.shape[:1] == (len(places),) and (_rows(one) - _rows(two)).total() > 1:
+                raise UnsupportedError(
+                    "collate_fn makes rows of an example from other examples of the batch (in-batch negatives?): with one "
+                    "example exchanged, rows of others changed. A unit's gradient would then depend on other units, and "
+                    "clipping would not bound what one of them does. Make each row of its own example alone; "
+                    "sparsedp.nn.CandidateSampler draws negatives from the vocabulary."
+                )
 
 
 def refuse_reordering(dataset: Any, collate: Callable[[Any], Any]) -> None:
@@ -40,7 +77,7 @@ def refuse_reordering(dataset: Any, collate: Callable[[Any], Any]) -> None:
         for one, other in zip(ahead, back)
         if one.shape[:1] == (len(places),) and one.shape == other.shape and not _offsets(one)
     ]
-    if any(not np.array_equal(one[::-1], other) and _same_rows(one, other) for one, other in pairs):
+    if any(not np.array_equal(one[::-1], other) and _rows(one) == _rows(other) for one, other in pairs):
         raise UnsupportedError(
             "collate_fn changes the order of its examples (it sorts them?), so that it is not known which example of a batch "
             "is which user's. Keep them in order, and mask what is padded instead."
@@ -73,9 +110,8 @@ def _offsets(array: np.ndarray) -> bool:
     return array.ndim == 1 and array.dtype.kind in "iu" and bool((np.diff(array.astype(np.int64)) >= 0).all())
 
 
-def _same_rows(one: np.ndarray, other: np.ndarray) -> bool:
-    rows = [sorted(row.tobytes() for row in np.ascontiguousarray(array)) for array in (one, other)]
-    return rows[0] == rows[1]
+def _rows(array: np.ndarray) -> Counter[bytes]:
+    return Counter(row.tobytes() for row in np.ascontiguousarray(array))
 
 
 def _fetch(dataset: Any, places: Sequence[int]) -> Any:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.noise import RandomKey
-from sparsedp.sampling.collate import empty_batch, refuse_reordering
+from sparsedp.sampling.collate import empty_batch, refuse_mixing, refuse_reordering
 from sparsedp.sampling.draws import BatchInfo, Draws, Place, Span
 from sparsedp.sampling.stream import Stream
 from sparsedp.sampling.users import Users
@@ -77,6 +77,7 @@ class PrivateLoader(DataLoader[Any]):
             raise UnsupportedError(f"{max_physical_batch=}: it must be at least 1, or None.")
         if users is not None:
             _refuse_for_users(loader, users, max_physical_batch, stream)
+        refuse_mixing(loader.dataset, loader.collate_fn)
         spans = _spans(size, batch_size, loader.drop_last, stream)
         steps = sum(span.steps for span in spans)
         feed = _Feed(steps)
