@@ -186,14 +186,21 @@ def test_the_softmax_is_over_the_same_rows_for_everybody() -> None:
             contribution(Apply(part, table=nn.Embedding(ROWS, DIM)), states(), lambda m, b: m(*b).sum())
 
 
-def test_numbers_that_vanish() -> None:
-    if not torch.set_flush_denormal(True):
-        pytest.skip("this processor keeps small numbers")
-    try:
-        with pytest.raises(sparsedp.SparseDPError, match="set_flush_denormal"):
+def test_numbers_that_vanish_or_lose_digits() -> None:
+    def refused(match: str) -> None:
+        with pytest.raises(sparsedp.SparseDPError, match=match):
             contribution(softmax(), states(), lambda m, b: m(*b).sum())
+
+    if torch.set_flush_denormal(True):  # if the processor can
+        try:
+            refused("set_flush_denormal")
+        finally:
+            torch.set_flush_denormal(False)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        refused("set_float32_matmul_precision")
     finally:
-        torch.set_flush_denormal(False)
+        torch.set_float32_matmul_precision("highest")
 
 
 # ---------------------------------------------------------------------- what belongs to other units

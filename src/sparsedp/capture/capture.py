@@ -721,6 +721,11 @@ def _refuse_surroundings() -> None:
         raise UnsupportedError(
             "torch.autocast rounds per-unit gradients before they are clipped. Train without autocast."
         )
+    if torch.get_float32_matmul_precision() != "highest":
+        raise UnsupportedError(
+            "torch.set_float32_matmul_precision rounds the sums of clipped gradients by more than their norms allow for. Train "
+            "with 'highest', which is torch's default."
+        )
     if np.float32(1e-40) * np.float32(1) == 0:
         raise UnsupportedError(
             "torch.set_flush_denormal(True) lets small gradients vanish from norms that are not small any more when they are "

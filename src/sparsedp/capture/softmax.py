@@ -92,8 +92,9 @@ class Softmax:
         norms = squared_rows(self.hidden).sqrt()
         largest = squared_rows(self.table()).amax().sqrt()
         rounding = 8 * (1 + self.log_sum.abs().double()) + self.width * norms * largest
-        error = torch.expm1(torch.finfo(self.hidden.dtype).eps * rounding) * (self.sizes.double() + inside)
-        return (norms * self.scale.abs().double() * error.clamp_max(self.size**0.5 + 2)).sum(1)
+        exponent, most = torch.finfo(self.hidden.dtype).eps * rounding, self.size**0.5 + 2
+        error = (torch.expm1(exponent.clamp_max(50)) * (self.sizes.double() + inside)).clamp_max(most)
+        return (norms * self.scale.abs().double() * error.masked_fill(exponent > 50, most)).sum(1)
 
     def _measure(self) -> None:
         if self.square is not None:
