@@ -83,10 +83,12 @@ def lines(runs: list[Run]) -> list[str]:
 
 
 def plot(runs: list[Run], path: Path) -> None:
+    from matplotlib import colormaps
     from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     models, noise = figure.subplots(1, 2)
+    noise.set_prop_cycle(color=colormaps["tab20"].colors)
     colors = dict(zip(PAPER, ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00")))
     styles = dict(zip(EPSILONS, (":", "--", "-")))
     for run in runs:
