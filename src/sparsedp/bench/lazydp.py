@@ -40,6 +40,8 @@ VARIANTS = {
 }
 # These draw noise for every row of every table, in every step or, unaggregated, on average.
 SLOW = frozenset({"dpsgd_b", "dpsgd_r", "dpsgd_f", "lazydp_unaggregated"})
+# Slower still: measured at the base setting and over table sizes (figures 3 and 5).
+_NOT_VARIED = frozenset({"dpsgd_b", "dpsgd_r"})
 # In the order of a step, for tables and plots.
 STAGES = (
     "forward", "settling", "backward", "second backward", "collect", "selection", "noise", "unit gradients", "norms", "sums",
@@ -190,8 +192,9 @@ def bench_lazydp(
     names = [name for name in VARIANTS if name == "sgd" or name in variants]
     rows, left_out = measure_varied(
         base, [(quantity, QUANTITIES[quantity]) for quantity in vary], names,
-        lambda setting: _that_fit(names, setting, available_memory()),
-        lambda setting, fitting: _measure(setting, fitting, repeats, slow_repeats), "not enough memory", say,
+        lambda setting: _that_fit(_worth_while(names, setting, base), setting, available_memory()),
+        lambda setting, fitting: _measure(setting, fitting, repeats, slow_repeats),
+        "not enough memory, or too slow to measure everywhere", say,
     )  # fmt: skip
     peaks = []
     for name in {row["variant"]: None for row in rows if row["base"]} if memory else ():
@@ -249,6 +252,11 @@ def _time_settling(variant: Variant, renew: Callable[[], None]) -> Timing:
 
 
 # ---------------------------------------------------------------------- memory
+
+
+def _worth_while(names: Sequence[str], setting: Setting, base: Setting) -> list[str]:
+    sized = replace(setting, gigabytes=base.gigabytes) == base
+    return [name for name in names if sized or name not in _NOT_VARIED]
 
 
 def _that_fit(names: Sequence[str], setting: Setting, available: int) -> list[str]:

@@ -41,7 +41,8 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Runs the variants in turns, so that a slow moment of the machine meets all of them.
 
-    Variants with fewer repeats than others sit turns out, evenly. `before` runs ahead of every run and is not timed.
+    Variants with fewer repeats than others sit turns out, evenly, and warm up once. `before` runs ahead of every run and is
+    not timed.
     """
     counts = dict.fromkeys(variants, repeats) if isinstance(repeats, int) else repeats
     turns = max(counts[name] for name in variants)
@@ -49,6 +50,8 @@ def interleaved(
     for turn in range(-warmup, turns):
         for name, run in variants.items():
             if turn >= 0 and (turn + 1) * counts[name] // turns == turn * counts[name] // turns:
+                continue
+            if turn < -1 and counts[name] < turns:
                 continue
             if before is not None:
                 before()

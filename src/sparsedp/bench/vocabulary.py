@@ -48,6 +48,7 @@ def mechanisms(rows: int) -> dict[str, Callable[[], Mechanism]]:
 
 
 def bench_vocabulary(sizes: list[int], *, repeats: int, memory: bool = True) -> dict[str, Any]:
+    """Times all variants in turns at each size, and measures their memory at the largest. Returns what `--json` writes."""
     rows = []
     for size in sizes:
         work = workload(size)
@@ -63,7 +64,7 @@ def bench_vocabulary(sizes: list[int], *, repeats: int, memory: bool = True) -> 
             row["ratio_to_plain"] = ratio(timing, timings["plain"])
             row["dpsgd_over_this"] = ratio(timings["dpsgd"], timing)
             row["stages"] = watches[name].stages if name in watches else {}
-            if memory:
+            if memory and size == max(sizes):
                 row["extra_memory"] = extra_memory(size, name)
             rows.append(row)
     return {"benchmark": "vocabulary", "dim": DIM, "batch": BATCH, "machine": machine(), "rows": rows}

@@ -23,7 +23,7 @@ from sparsedp.cli.progress import Lines
 # As in sparsedp.bench.tied, which is only loaded to measure.
 VARIED = ("items", "length", "filled")
 VARIANTS = ("plain_chunked", "logits", "softmax", "adafest", "lazydp", "per_example", "ghost")
-FULL = {"items": 3400, "length": 100, "batch": 64, "repeats": 10, "slow_repeats": 2}
+FULL = {"items": 3400, "length": 100, "batch": 64, "repeats": 8, "slow_repeats": 2}
 QUICK = {"items": 500, "length": 20, "batch": 16, "repeats": 3, "slow_repeats": 1}
 
 
