@@ -231,7 +231,7 @@ def _working(name: str, setting: Setting) -> float:
     logits = 4 * setting.batch * setting.length * setting.items
     if name == "ghost":
         products = 8 * setting.items**2
-        return float("inf") if setting.items > 10_000 else 4 * logits + max(4 * _MOST, products)
+        return float("inf") if setting.items > 5_000 else 4 * logits + max(4 * _MOST, products)
     if name == "per_example":
         return 4 * _MOST + 6 * logits
     return 6 * logits

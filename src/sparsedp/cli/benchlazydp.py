@@ -23,7 +23,7 @@ from sparsedp.cli.progress import Lines
 # As in sparsedp.bench.lazydp, which is only loaded to measure.
 VARIED = ("batch", "gigabytes", "pooling", "skew")
 VARIANTS = ("dpsgd_b", "dpsgd_r", "dpsgd_f", "lazydp_unaggregated", "lazydp", "eana", "adafest")
-FULL = {"gigabytes": 1.0, "batch": 2048, "repeats": 12, "slow_repeats": 2}
+FULL = {"gigabytes": 1.0, "batch": 2048, "repeats": 8, "slow_repeats": 2}
 QUICK = {"gigabytes": 0.01, "batch": 64, "repeats": 3, "slow_repeats": 1}
 
 
