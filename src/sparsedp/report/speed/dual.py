@@ -7,7 +7,7 @@ from typing import Any
 
 from sparsedp.bench.dual import VARIANTS, Setting
 from sparsedp.bench.step import STAGES
-from sparsedp.report.speed.tables import images, markdown_table, milliseconds, times
+from sparsedp.report.speed.tables import images, markdown_table, milliseconds, number, times
 from sparsedp.report.speed.varied import stage_lines
 
 
@@ -23,7 +23,7 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
                 f"{setting.items:,}", f"{setting.batch:,}", VARIANTS[row["variant"]], milliseconds(row),
                 f"{row['steps_per_second']:.3g}", times(row["ratio_to_sgd"]), times(row["ratio_to_eana"]),
                 times(row.get("dpsgd_over_this")),
-                "-" if peak is None else f"{peak['bytes'] / 1e6:,.0f} MB ({100 * peak['share_of_tables']:.2g} %)",
+                "-" if peak is None else f"{peak['bytes'] / 1e6:,.0f} MB ({number(100 * peak['share_of_tables'])} %)",
             ]
         )  # fmt: skip
     head = (
