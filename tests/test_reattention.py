@@ -294,8 +294,11 @@ def test_a_block_by_sampling(options: dict, noise: float) -> None:
     """Means and variances of a whole block over errors of items and of all its parameters.
 
     That the parts of a residual sum are independent, and that queries have no errors, is an approximation: so is the test.
+    The inputs have variance 1.
     """
     found = model(reattention=True, **options)
+    with torch.no_grad():
+        found.item_table.weight *= found.dim**0.5
     found.track_errors(noise_multiplier=noise, batch_size=10, frequencies=frequencies(), floor=0.1)
     ids, block, error = history(6), found.blocks[0], found.weight_error
     x = Moments(found.embed(ids).detach(), 16 * found.item_error[ids].square()[..., None])
