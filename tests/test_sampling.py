@@ -26,7 +26,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
+from sparsedp.errors import CheckpointError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.noise import RandomKey
 from sparsedp.sampling import PrivateLoader, poisson_indices, private_loader
 
@@ -594,3 +594,11 @@ def test_collate_functions_that_mix_examples(collate: Any, mixes: bool) -> None:
     else:
         PrivateLoader(loader, key=RandomKey.from_seed(0))
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_collate_function_that_cannot_be_tried() -> None:
+    def collate(examples: list[Any]) -> Any:
+        raise OSError("only in workers")
+
+    with pytest.warns(SparseDPWarning, match="OSError\\('only in workers'\\)"):
+        PrivateLoader(DataLoader(TensorDataset(torch.rand(20, 2)), batch_size=4, collate_fn=collate), key=KEY)

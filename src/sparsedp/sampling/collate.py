@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
-from sparsedp.errors import UnsupportedError
+from sparsedp.errors import SparseDPWarning, UnsupportedError
 
 _TRIED = 32  # examples on which a collate function is tried
 _BESIDE = 8  # likewise, where all but one stay the same
@@ -32,8 +33,8 @@ def refuse_mixing(dataset: Any, collate: Callable[[Any], Any]) -> None:
     """Raises if `collate` is seen to make an example's row of other examples too, such as in-batch negatives.
 
     One of some examples is exchanged for others: in what has one row per example, no more than one row may change. What
-    cannot be judged passes: a collate function or a data set that makes other rows each time, or that fails here, and what
-    changes its shape.
+    cannot be judged passes: a collate function or a data set that makes other rows each time, or that fails here (with a
+    warning), and what changes its shape.
     """
     size = len(dataset)
     places = np.unique(np.linspace(0, size - 1, min(size, _BESIDE)).astype(int)).tolist()
@@ -46,7 +47,12 @@ def refuse_mixing(dataset: Any, collate: Callable[[Any], Any]) -> None:
                 list(_arrays(collate(_fetch(dataset, [*places[:-1], last]))))
                 for last in (places[-1], places[-1], *others)
             )
-    except Exception:
+    except Exception as error:  # such as of a data set that only workers can read
+        warnings.warn(
+            f"Whether collate_fn keeps examples apart was not seen, because it could not be tried here: {error!r}",
+            SparseDPWarning,
+            stacklevel=2,
+        )
         return
     if not all(map(np.array_equal, before, again)):
         return
