@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -164,7 +165,9 @@ def test_baselines_refuse_what_they_would_get_wrong() -> None:
 # ------------------------------------------------------------------ timing
 
 
-def test_slow_variants_sit_turns_out() -> None:
+def test_slow_variants_sit_turns_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = itertools.count()  # every run takes one: longer than a turn
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(seconds)))
     order: list[str] = []
     batches: list[int] = []
     timings = interleaved(
@@ -172,6 +175,12 @@ def test_slow_variants_sit_turns_out() -> None:
     )
     assert order == [*"aab", *"aaab", *"aaab"]  # two turns to warm up, and one
     assert len(batches) == len(order) and set(timings) == {"a", "b"}
+
+
+def test_short_steps_follow_one_another() -> None:
+    order: list[str] = []
+    interleaved({name: lambda name=name: order.append(name) for name in "ab"}, repeats=2, warmup=0)
+    assert "".join(order) == "aaaaabbbbb" * 2
 
 
 def test_a_stage_within_another_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsedp.accounting.ledger import Ledger
-from sparsedp.capture import Capture, Captured, RowNorms, RowSpace, TouchedRows
+from sparsedp.capture import Capture, Captured, RowNorms, RowSpace, TouchedRows, named_tensors
 from sparsedp.capture.kernels import find, move_rows
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnsupportedError
 from sparsedp.gradient import NoisyGradient
@@ -21,7 +22,7 @@ from sparsedp.lazy import LazyTables
 from sparsedp.mechanisms.base import Step
 from sparsedp.mechanisms.contribution import touched_rows
 from sparsedp.nn.fallback import keep_selection
-from sparsedp.noise import PREPARATION, SELECTION, WAITING, GaussianNoise
+from sparsedp.noise import PREPARATION, SELECTION, WAITING, GaussianNoise, RandomKey
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import BatchInfo
 
@@ -141,13 +142,20 @@ class PrivateOptimizer(Optimizer):
         self._held: list[Captured] = []  # physical batches whose selection is not known yet
         self._buffers: dict[str, Tensor] = {}
         self.lazy: LazyTables | None = None  # of a mechanism whose noise waits
+        self._waiting: tuple[RandomKey, RandomKey] | None = None
         if plan.mechanism.lazy:
             assert isinstance(inner, torch.optim.SGD)  # others are refused before
             own = {name: self._parameters[name] for name in sorted(self._tables)}
             self.lazy = LazyTables(
-                own, inner, lambda: self.noise.key.child(WAITING), plan.noise_std / plan.divisor,
+                own, inner, self._waiting_key, plan.noise_std / plan.divisor,
                 getattr(plan.mechanism, "aggregate", True), lambda: self.ledger.steps,
             )  # fmt: skip
+
+    def _waiting_key(self) -> RandomKey:
+        """Of the noise that lazy tables wait for, which every lookup asks for; derived again where a run is resumed."""
+        if self._waiting is None or self._waiting[0] is not self.noise.key:
+            self._waiting = self.noise.key, self.noise.key.child(WAITING)
+        return self._waiting[1]
 
     # ------------------------------------------------------------------ torch.optim's surface
 
@@ -186,8 +194,12 @@ class PrivateOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets what backward collected since the last step. Finished micro-batches stay."""
         self._capture.clear()
-        for parameter in self._parameters.values():
-            parameter.grad = None
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        with _unguarded():
+            for parameter in self._parameters.values():
+                parameter.grad = None
 
     def forget(self) -> None:
         """Drops everything of an unfinished step."""
@@ -282,7 +294,8 @@ class PrivateOptimizer(Optimizer):
         return batch
 
     def _refuse_ordinary_gradients(self) -> None:
-        ordinary = [name for name, parameter in self._module.named_parameters() if parameter.grad is not None]
+        with _unguarded():
+            ordinary = [name for name, p in named_tensors(self._module, buffers=False) if p.grad is not None]
         if ordinary:
             self._module.zero_grad()
             raise SparseDPError(
@@ -418,8 +431,7 @@ class PrivateOptimizer(Optimizer):
                     self._hand_over(gradient)
                 self.inner.step()  # guarded: somebody's hooks may read the weights
         finally:
-            for parameter in self._parameters.values():
-                parameter.grad = None
+            self._drop_gradients()
         with _unguarded():
             self.last_step = self._report(step, done, self._trained_tables(), gradient)
 
@@ -495,8 +507,8 @@ class PrivateOptimizer(Optimizer):
             hits = [end - begin for begin, end in space.edges(found)]
         reports = {}
         for name, own, all_selected, hit in zip(space.names, touched, selected, hits):
-            rows, dim = tables[name].shape[0], tables[name][:1].numel()
-            reports[name] = TableStep(rows, dim, own, all_selected, all_selected - hit)
+            rows, *dims = tables[name].shape
+            reports[name] = TableStep(rows, math.prod(dims), own, all_selected, all_selected - hit)
         units = max(done.units, 1)
         kept = done.kept / done.mass if done.mass > 0 else 1.0
         return StepReport(step, done.units, done.clipped / units, done.norms / units, kept, reports, done.examples)

@@ -33,6 +33,9 @@ class Timing:
         return asdict(self)
 
 
+_TURN, _RUNS = 0.02, 5
+
+
 def interleaved(
     variants: Mapping[str, Callable[[], None]],
     repeats: int | Mapping[str, int],
@@ -41,8 +44,9 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Runs the variants in turns, so that a slow moment of the machine meets all of them.
 
-    Variants with fewer repeats than others sit turns out, evenly, and warm up once. `before` runs ahead of every run and is
-    not timed.
+    Variants with fewer repeats than others sit turns out, evenly, and warm up once. In its turn a variant runs up to
+    `_RUNS` times, until `_TURN` seconds are over: short steps follow one another as in training, and find the caches as they
+    left them. `before` runs ahead of every run and is not timed.
     """
     counts = dict.fromkeys(variants, repeats) if isinstance(repeats, int) else repeats
     turns = max(counts[name] for name in variants)
@@ -53,13 +57,18 @@ def interleaved(
                 continue
             if turn < -1 and counts[name] < turns:
                 continue
-            if before is not None:
-                before()
-            start = time.perf_counter()
-            run()
-            elapsed = time.perf_counter() - start
-            if turn >= 0:
-                seconds[name].append(elapsed)
+            left = _TURN
+            for _ in range(_RUNS):
+                if before is not None:
+                    before()
+                start = time.perf_counter()
+                run()
+                elapsed = time.perf_counter() - start
+                if turn >= 0:
+                    seconds[name].append(elapsed)
+                left -= elapsed
+                if left <= 0:
+                    break
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 

@@ -9,6 +9,7 @@ leaves an ordinary gradient at the parameter, which raises.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -92,14 +93,15 @@ class _TensorInfo:
 class Kept:
     """A tensor that a use needs after backward; changing it in place meanwhile is an error."""
 
-    def __init__(self, tensor: Tensor, what: str) -> None:
-        self._tensor, self._version, self._what = tensor.detach(), tensor._version, what
+    def __init__(self, tensor: Tensor, operation: str, names: str, where: str) -> None:
+        self._tensor, self._version = tensor.detach(), tensor._version
+        self._operation, self._names, self._where = operation, names, where
 
     def get(self) -> Tensor:
         if self._tensor._version != self._version:
             raise UnsupportedError(
-                f"The input of {self._what} was modified in place before step(), so its gradient cannot be formed. "
-                "Use the operation that returns a new tensor."
+                f"The input of operation '{self._operation}' on parameter {self._names}{self._where} was modified in place "
+                "before step(), so its gradient cannot be formed. Use the operation that returns a new tensor."
             )
         return self._tensor
 
@@ -167,8 +169,13 @@ class Capture:
         parameters: Mapping[str, nn.Parameter],
         current_batch: Callable[[], HasUnits | None] = lambda: None,
     ) -> None:
+        from sparsedp.capture.rules import public_ids, run_use  # which are written with this class
+
+        self._run_use, self._public_ids = run_use, public_ids
         self._module = module
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        self._own = {
+            id(parameter): Expression(parameter, ((name, parameter),)) for name, parameter in parameters.items()
+        }
         self._current_batch = current_batch
         self._tape: list[Record] = []
         self._info = _TensorInfo()
@@ -180,7 +187,7 @@ class Capture:
             self._anchor_node: Any = self._anchor.view_as(self._anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._handles: list[Any] = []
         self._kept: dict[str, tuple[int, int]] = {}  # identity and version of what a forward pass must not change
-        self._storages: dict[int, str] = {}
+        self._storages: dict[int, str] | None = None  # of parameters and buffers; found when it is first asked for
         self._glanced: Placed | None = None
         self._glanced_at: HasUnits | None = None
         self._batch: HasUnits = _Unnumbered(0)
@@ -255,22 +262,8 @@ class Capture:
         if not self._stack:
             self._mode.__exit__(None, None, None)
 
-    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The module's parameters and buffers, twice a forward pass: torch's own generators take ten times as long."""
-        left, seen = [("", self._module)], set()
-        while left:
-            prefix, module = left.pop()
-            if module in seen:
-                continue
-            seen.add(module)
-            for own in (module._parameters, module._buffers):
-                for name, tensor in own.items():
-                    if tensor is not None:
-                        yield prefix + name, tensor
-            left += [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
-
     def _versions(self) -> dict[str, tuple[int, int]]:
-        return {name: (id(tensor), tensor._version) for name, tensor in self._tensors()}
+        return {name: (id(tensor), tensor._version) for name, tensor in named_tensors(self._module)}
 
     def _refuse_write(self, name: str) -> UnsupportedError:
         return UnsupportedError(
@@ -284,7 +277,7 @@ class Capture:
             _refuse_surroundings()
         with torch._C.DisableTorchFunctionSubclass():
             self._kept = self._versions()
-            self._storages = {tensor.untyped_storage().data_ptr(): name for name, tensor in self._tensors()}
+        self._storages = None
         inputs = list(_all_tensors((args, kwargs), objects=True))
         self._batch = self._find_batch(inputs)
         for tensor in inputs:
@@ -406,15 +399,15 @@ class Capture:
         return out
 
     def keep(self, tensor: Tensor, operation: str, names: str) -> Kept:
-        return Kept(tensor, f"operation '{operation}' on parameter {names}{self._where()}")
+        return Kept(tensor, operation, names, self._where())
 
     def expression(self, tensor: Any) -> Expression | None:
         """What is known of a tensor that depends on private parameters alone; None for any other."""
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
             return None
-        name = self._names.get(id(tensor))
-        if name is not None:
-            return Expression(tensor, ((name, tensor),))
+        own = self._own.get(id(tensor))
+        if own is not None:
+            return own
         known = self._info.get(tensor)
         if isinstance(known, _Derived):
             return Expression(tensor, known.parameters, known.ids)
@@ -463,7 +456,7 @@ class Capture:
                 shared = True
             elif grad_enabled and (found := self._require_expression(tensor, name)) is not None:
                 expressions.append(found)
-        if name in ("numpy", "array") and args[0].untyped_storage().data_ptr() in self._storages:
+        if name in ("numpy", "array") and self._whose_memory(args[0]) is not None:
             raise UnsupportedError(
                 f"A parameter or buffer was turned into a numpy array during forward{self._where()}, where changes to it "
                 "cannot be seen. Use torch operations."
@@ -482,10 +475,15 @@ class Capture:
                 self._mark(name, data, args, kwargs, out)
             return out
         if data:
-            from sparsedp.capture.rules import run_use
-
-            return run_use(self, name, func, args, kwargs, expressions)
+            return self._run_use(self, name, func, args, kwargs, expressions)
         return self._derive(name, func, args, kwargs, expressions, shared)
+
+    def _whose_memory(self, tensor: Tensor) -> str | None:
+        """The parameter or buffer that has the tensor's memory, if any."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self._storages is None:
+                self._storages = {own.untyped_storage().data_ptr(): name for name, own in named_tensors(self._module)}
+            return self._storages.get(tensor.untyped_storage().data_ptr())
 
     def _require_expression(self, tensor: Tensor, operation: str) -> Expression | None:
         found = self.expression(tensor)
@@ -507,7 +505,7 @@ class Capture:
         made: list[Expression],
     ) -> Any:
         """An operation that changes `target` in place."""
-        protected = self._storages.get(target.untyped_storage().data_ptr())
+        protected = self._whose_memory(target)
         if protected is not None:
             if data:
                 raise self._refuse_write(protected)
@@ -518,9 +516,7 @@ class Capture:
             instead = "use the form that returns a new tensor"
             raise self.refuse(name, made[0].names, "it changes a copy of the parameter in place", instead)
         if made:
-            from sparsedp.capture.rules import run_use
-
-            return run_use(self, name, func, args, kwargs, made)
+            return self._run_use(self, name, func, args, kwargs, made)
         before = self._info.get(target)
         out = func(*args, **kwargs)
         if data:
@@ -579,9 +575,7 @@ class Capture:
         out = func(*args, **kwargs)
         ids = None
         if len(expressions) == 1 and expressions[0].tensor is expressions[0].parameters[0][1]:
-            from sparsedp.capture.rules import public_ids
-
-            ids = public_ids(name, args, kwargs)
+            ids = self._public_ids(name, args, kwargs)
         if shared and (ids is not None or name in ("embedding", "embedding_bag", "getitem", "index_select")):
             raise self.refuse(
                 name, expressions[0].names, "its ids come from an input that does not have the units on axis 0",
@@ -589,13 +583,14 @@ class Capture:
             )  # fmt: skip
         parameters = tuple(dict(pair for e in expressions for pair in e.parameters).items())
         for tensor in _all_tensors(out):
-            if tensor.requires_grad and id(tensor) not in self._names:
+            if tensor.requires_grad and id(tensor) not in self._own:
                 self._info[tensor] = _Derived(parameters, ids)
         return out
 
     def _mark(self, name: str, data: list[Tensor], args: tuple, kwargs: dict, out: Any) -> None:
         """Notes where the units are in the result of an operation on activations."""
-        outputs = [tensor for tensor in _all_tensors(out) if id(tensor) not in self._names]
+        made = [out] if isinstance(out, Tensor) else _all_tensors(out)
+        outputs = [tensor for tensor in made if id(tensor) not in self._own]
         if not outputs or name.startswith("new_"):
             return
         if name in _SHAPE_ONLY and not self.is_data(args[0]) and self._info.get(args[0]) is not _SHARED:
@@ -612,6 +607,21 @@ class Capture:
     def _where(self) -> str:
         where = next((name for name in reversed(self._stack) if name), "")
         return f" in module '{where}'" if where else ""
+
+
+def named_tensors(module: nn.Module, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """A module's parameters and, unless told otherwise, buffers: torch's own generators take ten times as long."""
+    left, seen = [("", module)], set()
+    while left:
+        prefix, part = left.pop()
+        if part in seen:
+            continue
+        seen.add(part)
+        for own in (part._parameters, part._buffers) if buffers else (part._parameters,):
+            for name, tensor in own.items():
+                if tensor is not None:
+                    yield prefix + name, tensor
+        left += [(f"{prefix}{name}.", child) for name, child in part._modules.items() if child is not None]
 
 
 def _captured(batch: HasUnits, uses: dict[str, list[Use]]) -> Captured:
@@ -738,6 +748,7 @@ def _refuse_surroundings() -> None:
         )
 
 
+@functools.lru_cache(maxsize=1024)
 def _name(func: Callable) -> str:
     """'matmul' for torch.matmul, Tensor.matmul, Tensor.__matmul__; 'T' for the property."""
     name = getattr(func, "__name__", str(func))
@@ -752,23 +763,28 @@ def _written(name: str, args: tuple, kwargs: dict) -> Tensor | None:
     """The tensor that an operation changes in place, if any."""
     if isinstance(kwargs.get("out"), Tensor):
         return kwargs["out"]
-    in_place = name == "setitem" or name == "set_data" or (name.endswith("_") and name != "requires_grad_")
-    in_place = in_place or (name.startswith("i") and name[1:] in _IN_PLACE_OPERATORS)
-    return args[0] if in_place and args and isinstance(args[0], Tensor) else None
+    return args[0] if _is_in_place(name) and args and isinstance(args[0], Tensor) else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_in_place(name: str) -> bool:
+    if name in ("setitem", "set_data") or (name.endswith("_") and name != "requires_grad_"):
+        return True
+    return name.startswith("i") and name[1:] in _IN_PLACE_OPERATORS
 
 
 _IN_PLACE_OPERATORS = {"add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "and", "or", "xor", "lshift", "rshift"}
 
 
-def _operands(args: tuple, kwargs: dict) -> Iterator[Tensor]:
+def _operands(args: tuple, kwargs: dict) -> list[Tensor]:
     """The tensors among an operation's arguments, also inside of one list (torch.cat) or index tuple."""
+    found = []
     for value in args if not kwargs else (*args, *kwargs.values()):
         if isinstance(value, Tensor):
-            yield value
+            found.append(value)
         elif isinstance(value, (tuple, list)):
-            for item in value:
-                if isinstance(item, Tensor):
-                    yield item
+            found += [item for item in value if isinstance(item, Tensor)]
+    return found
 
 
 def _bounds(index: Any) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ carried to the parameter by autograd, which is affordable for parameters with fe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ class Expression:
     parameters: tuple[tuple[str, Tensor], ...]
     ids: Tensor | None = None  # of a lookup with public ids: tensor = parameter[ids]
 
-    @property
+    @cached_property
     def names(self) -> str:
         return ", ".join(f"'{name}'" for name, _ in self.parameters)
 

@@ -137,12 +137,17 @@ def move_rows(table: Tensor, rows: Tensor, values: Tensor, step: float) -> None:
     table.index_add_(0, rows, values, alpha=step)
 
 
-def claim(since: Tensor, ids: Tensor, now: int) -> tuple[Tensor, Tensor]:
-    """The distinct ids whose `since` lies before `now`, and what it was; it becomes `now` for all of `ids`."""
+def claim(since: Tensor, ids: Tensor, now: int) -> tuple[Tensor, Tensor] | None:
+    """The distinct ids whose `since` lies before `now`, and what it was; it becomes `now` for all of `ids`.
+
+    None, and nothing is changed, if some id is negative or too large.
+    """
     if compiled(since, ids):
-        claimed = _claim(since.numpy(), ids.numpy(), now)
-        return torch.from_numpy(claimed[0]), torch.from_numpy(claimed[1])
+        inside, claimed, before = _claim(since.numpy(), ids.numpy(), now)
+        return (torch.from_numpy(claimed), torch.from_numpy(before)) if inside else None
     rows = torch.unique(ids)
+    if rows.numel() and (int(rows[0]) < 0 or int(rows[-1]) >= len(since)):
+        return None
     before = since[rows].long()
     rows, before = rows[before < now], before[before < now]
     since[rows] = now
@@ -250,13 +255,16 @@ def _move_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray, step: fl
 
 
 @njit(cache=True, nogil=True)
-def _claim(since: np.ndarray, ids: np.ndarray, now: int) -> tuple[np.ndarray, np.ndarray]:
+def _claim(since: np.ndarray, ids: np.ndarray, now: int) -> tuple[bool, np.ndarray, np.ndarray]:
     rows, before = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
     count = 0
+    for i in range(len(ids)):
+        if ids[i] < 0 or ids[i] >= len(since):
+            return False, rows[:0], before[:0]
     for i in range(len(ids)):
         row = ids[i]
         if since[row] < now:
             rows[count], before[count] = row, since[row]
             since[row] = now
             count += 1
-    return rows[:count], before[:count]
+    return True, rows[:count], before[:count]

@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,11 +33,11 @@ class RowSpace:
         names = tuple(sorted(tables))
         return RowSpace(names, tuple(tables[name].shape[0] for name in names))
 
-    @property
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         return (0, *accumulate(self.sizes))[:-1]
 
-    @property
+    @cached_property
     def size(self) -> int:
         return sum(self.sizes)
 
@@ -47,8 +48,7 @@ class RowSpace:
 
     def edges(self, rows: Tensor) -> list[tuple[int, int]]:
         """For each table the part of ascending global rows that is its own: where it begins and ends."""
-        at = torch.searchsorted(rows, torch.tensor([*self.starts, self.size], device=rows.device)).tolist()
-        return list(pairwise(at))
+        return list(pairwise(np.searchsorted(rows.cpu().numpy(), (*self.starts, self.size)).tolist()))
 
     def join(self, rows: Mapping[str, Tensor]) -> Tensor:
         """Rows of each table, ascending, as ascending global rows."""
@@ -121,10 +121,9 @@ class TouchedRows:
         """The place of each of `rows` among the selected rows of its table; -1 if it is not selected."""
         chosen = self.space.join(selection)
         at = kernels.find(chosen, self.rows)
-        for (begin, end), (first, _) in zip(self._edges.values(), self.space.edges(chosen)):
-            if first:
-                at[begin:end].sub_(first).clamp_min_(-1)
-        return at
+        firsts = at.new_tensor([first for first, _ in self.space.edges(chosen)])
+        lengths = at.new_tensor([end - begin for begin, end in self._edges.values()])
+        return (at - kernels.repeated(firsts, lengths)).clamp_min_(-1)
 
     def squared_norms(self, slots: Tensor | None, known: RowNorms) -> LookupNorms | None:
         """For the tables that are used by lookups alone; None if there are none."""

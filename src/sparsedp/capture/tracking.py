@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,8 +19,7 @@ from torch import Tensor
 from sparsedp.errors import UnitsMixedError
 
 
-@dataclass(frozen=True)
-class UnitAxis:
+class UnitAxis(NamedTuple):
     """Units lie along dimension `dim`: index i of it belongs to unit (i // inner) mod units."""
 
     dim: int
@@ -57,14 +56,13 @@ def unit_first(tensor: Tensor, axis: UnitAxis, units: int) -> Tensor:
     """The tensor with its units on axis 0: (units, ...). Other positions keep their order."""
     shape = tensor.shape
     if axis.inner == 1 and shape[axis.dim] == units:
-        return tensor.movedim(axis.dim, 0)
+        return tensor.movedim(axis.dim, 0) if axis.dim else tensor
     outer = shape[axis.dim] // (units * axis.inner) if units else 0
     split = tensor.reshape(*shape[: axis.dim], outer, units, axis.inner, *shape[axis.dim + 1 :])
     return split.movedim(axis.dim + 1, 0)
 
 
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One operation on activations."""
 
     name: str
@@ -123,6 +121,8 @@ def follow(
 ) -> Info:
     """What is known of `out`, the result of an operation on `operands`; raises if it mixes units for certain."""
     call = Call(plain_name(name), args, kwargs, out, units, len(operands))
+    if len(operands) == 1 and (simple := _follow_alone(call, *operands[0])) is not None:
+        return simple
     mixed = [info for _, info in operands if isinstance(info, Mixed)]
     if mixed:
         return _follow_mixed(call, operands, mixed[0], where)
@@ -168,6 +168,19 @@ def follow(
             "instead."
         )
     return UnitData(axes.pop() if axes and not lost else None)
+
+
+def _follow_alone(call: Call, tensor: Tensor, info: Info) -> UnitData | None:
+    """What `follow` finds for the only operand, where that is soon said: units in a known place that do not mix."""
+    rule = _RULES.get(call.name)
+    if rule is None or not isinstance(info, UnitData) or info.axis is None:
+        return None
+    if call.name not in _JOINT and tensor is not _first(call.args, call.kwargs):
+        return None
+    axis = rule(call, tensor, info.axis)
+    if not isinstance(axis, UnitAxis):
+        return None
+    return UnitData(axis if axis.fits(call.out.shape, call.units) else None)
 
 
 # What may be done with a value that was summed over the batch: it must stay linear in the units' parts.

@@ -287,7 +287,7 @@ def _merge_linears(linears: list[Linear]) -> list[Linear]:
 def _is_smaller_built(linear: Linear) -> bool:
     _, positions, width = linear.inputs.shape
     height = linear.grad.shape[2]
-    return width * height <= min(_SMALL, positions * (width + height))
+    return positions > 1 and width * height <= min(_SMALL, positions * (width + height))
 
 
 def _merge_builts(builts: list[Built]) -> list[Built]:

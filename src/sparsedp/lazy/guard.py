@@ -7,7 +7,8 @@ a slice, the values of a `state_dict`) is guarded too, because training may go o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -35,12 +36,13 @@ class _Guarded:
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        guarded = list(_guarded_in((args, kwargs)))
         if not _is_metadata(func):
             settle_before(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*args, **kwargs)
-            return _with_aliases_guarded(out, guarded)
+            if isinstance(out, Tensor) or type(out) in (tuple, list):
+                return _with_aliases_guarded(out, _guarded_in((args, kwargs)))
+            return out
 
     def as_subclass(self, cls: type) -> Any:
         """torch does not ask `__torch_function__` about this one."""
@@ -121,11 +123,10 @@ def looked_up(func: Callable, args: tuple, kwargs: dict, table: Any) -> Tensor |
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        ids = ids.detach().long()
-        inside = ids.numel() == 0 or bool(((ids >= 0) & (ids < table.shape[0])).all())
-    return ids if inside else None  # negative ids count from the end; ids out of range are torch's to refuse
+        return ids.detach().long()
 
 
+@functools.lru_cache(maxsize=1024)
 def _is_metadata(func: Callable) -> bool:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__delete__"):
@@ -135,14 +136,17 @@ def _is_metadata(func: Callable) -> bool:
     return name in _METADATA
 
 
-def _guarded_in(value: Any) -> Iterator[Any]:
-    if isinstance(value, _Guarded):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _guarded_in(item)
-    elif isinstance(value, dict):
-        yield from _guarded_in(list(value.values()))
+def _guarded_in(values: Iterable[Any]) -> list[Any]:
+    """Also in nested tuples, lists and dicts."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, _Guarded):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found += _guarded_in(value)
+        elif isinstance(value, dict):
+            found += _guarded_in(value.values())
+    return found
 
 
 def _with_aliases_guarded(out: Any, guarded: list[Any]) -> Any:

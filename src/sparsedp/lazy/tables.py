@@ -35,6 +35,7 @@ class _Table:
     index: int  # in the noise's key
     parameter: nn.Parameter
     since: Tensor  # int32 (rows,): the step of its group's pace up to which a row is settled
+    width: int  # elements of a row
     settled: int = 0  # the latest step of the pace at which all rows were
     awake: bool = True  # frozen tables get no noise
 
@@ -77,7 +78,7 @@ class LazyTables:
         self._optimizer = optimizer
         self._key, self._std, self._aggregate, self._steps = key, std, aggregate, steps
         tables = {
-            name: _Table(index, parameter, torch.zeros(len(parameter), dtype=torch.int32))
+            name: _Table(index, parameter, torch.zeros(len(parameter), dtype=torch.int32), parameter.shape[1:].numel())
             for index, (name, parameter) in enumerate(parameters.items())
         }
         self._groups = []
@@ -93,16 +94,24 @@ class LazyTables:
     # ------------------------------------------------------------------ before a read
 
     def settle(self, name: str, ids: Tensor) -> None:
-        """Gives the rows `ids` of a table the noise that they are owed. Any shape; repeated ids are settled once."""
+        """Gives the rows `ids` of a table the noise that they are owed. Any shape; repeated ids are settled once.
+
+        All rows if some id is negative, which counts from the end, or too large, which is torch's to refuse.
+        """
         self._require_whole()
         group = self._group_of[name]
         table = group.tables[name]
-        if table.settled < group.pace.steps and table.awake:
-            with self._settling(table):
-                rows, since = kernels.claim(table.since, ids.reshape(-1), group.pace.steps)
+        if table.settled >= group.pace.steps or not table.awake:
+            return
+        with self._settling(table):
+            claimed = kernels.claim(table.since, ids.reshape(-1), group.pace.steps)
+            if claimed is not None:
                 self._make_momentum(group, table)
-                pieces = split(len(rows), table.parameter.shape[1:].numel() // _SHARED)
+                rows, since = claimed
+                pieces = split(len(rows), table.width // _SHARED)
                 on_all_cores(lambda part: self._move(group, table, rows[part], since[part]), pieces)
+        if claimed is None:
+            self._settle_table(name, group, table)
 
     def settle_all(self, names: Collection[str] | None = None) -> None:
         """Settles all rows of some tables, or of all."""
@@ -139,14 +148,16 @@ class LazyTables:
         self.broken = False
 
     def _settle_table(self, name: str, group: _Group, table: _Table) -> None:
-        rows, width = len(table.since), table.parameter.shape[1:].numel()
+        rows, width = len(table.since), table.width
         size = max(1, _CHUNK // max(1, width))
         self._make_momentum(group, table)
         with _progress(f"settling {name}", rows, rows * width > _LONG) as advance, self._settling(table):
 
             def settle(first: int) -> None:
                 ids = torch.arange(first, min(first + size, rows))
-                self._move(group, table, *kernels.claim(table.since, ids, group.pace.steps))
+                claimed = kernels.claim(table.since, ids, group.pace.steps)
+                assert claimed is not None
+                self._move(group, table, *claimed)
                 advance(len(ids))
 
             on_all_cores(settle, range(0, rows, size))
@@ -168,7 +179,9 @@ class LazyTables:
 
         Settling is no change of the weights: to whoever reads them, they always had this noise.
         """
-        with self._lock, _unsafe_preserve_version_counter(table.parameter):
+        with torch._C.DisableTorchFunctionSubclass():
+            weight = table.parameter.detach()
+        with self._lock, _unsafe_preserve_version_counter(weight):
             self.broken = True
             yield
             self.broken = False
@@ -191,7 +204,7 @@ class LazyTables:
         if rows.numel() == 0:
             return
         before = since.numpy()
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch._C.DisableTorchFunctionSubclass():
             weight = table.parameter.detach()
             momentum = self._momentum(table) if group.pace.has_momentum else None
             if group.pace.drifts:

@@ -58,8 +58,10 @@ def _table(capture: Capture, name: str, weight: Any) -> tuple[Expression, int]:
     table = capture.expression(weight)
     if table is None:
         raise NotThisForm
-    width = table.tensor.shape[-1] if table.tensor.ndim == 2 else 0
     own = table.parameters[0][1]
+    if table.tensor is own and own.ndim == 2 and own.is_contiguous():
+        return table, 0
+    width = table.tensor.shape[-1] if table.tensor.ndim == 2 else 0
     if not table.is_view or not table.tensor.is_contiguous() or own.ndim != 2 or own.shape[1] != width:
         raise NotThisForm
     return table, table.offset // width if width else 0
@@ -76,7 +78,9 @@ def _record_lookup(
         rows = unit_first(kept_ids.get(), axis, units).reshape(-1).long()
         values = unit_first(grad, axis, units).reshape(rows.numel(), grad.shape[-1])
         per_unit = rows.numel() // units if units else 0
-        whose = torch.arange(units, device=rows.device).repeat_interleave(per_unit)
+        whose = torch.arange(units, device=rows.device)
+        if per_unit != 1:
+            whose = whose.repeat_interleave(per_unit)
         kept = rows if first == 0 else rows + first
         if skip is not None:
             kept = kept.masked_fill(rows == skip, -1)
