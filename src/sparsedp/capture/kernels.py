@@ -143,8 +143,8 @@ def claim(since: Tensor, ids: Tensor, now: int) -> tuple[Tensor, Tensor] | None:
     None, and nothing is changed, if some id is negative or too large.
     """
     if compiled(since, ids):
-        inside, claimed, before = _claim(since.numpy(), ids.numpy(), now)
-        return (torch.from_numpy(claimed), torch.from_numpy(before)) if inside else None
+        inside, distinct, since_when = _claim(since.numpy(), ids.numpy(), now)
+        return (torch.from_numpy(distinct), torch.from_numpy(since_when)) if inside else None
     rows = torch.unique(ids)
     if rows.numel() and (int(rows[0]) < 0 or int(rows[-1]) >= len(since)):
         return None
