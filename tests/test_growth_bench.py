@@ -169,14 +169,13 @@ def test_all_rows_and_fields(plenty: None, tmp_path: Path) -> None:
     for row in result["rows"]:
         assert 0 < row["best"] <= row["median"] and row["spread"] >= 0 and row["repeats"] == 1
         assert row["setting"][row["quantity"]] == row["value"] and row["ratio_to_plain"]["best"] > 0
-    assert len(result["exponents"]) == 5 + 4 and result["left_out"] == [] and result["memory"] == []
+    assert len(result["exponents"]) == 5 + 4 and result["left_out"] == []
     assert result["click"] == asdict(TINY) and result["benchmark"] == "growth"
-    result["memory"] = [
-        {"rows": n, "variant": "dpsgd", "bytes": 8 * n * 10**6, "share_of_tables": 1.0} for n in (40, 400)
-    ]
+    for row in rows:
+        row["memory"] = 8 * row["value"] * 10**6
     text = section(json.loads(json.dumps(result)), ["growth_rows.png", "tied_items.png"])
     assert text.startswith("## ") and "![growth rows](growth_rows.png)" in text and "tied_items" not in text
-    assert "| rows of a table | 4 to 400 |" in text and "| DP-SGD | 320.0 (100.0 %) | 3200.0 (100.0 %) |" in text
+    assert "| rows of a table | 4 to 400 |" in text and "| DP-SGD | 32.0 | 96.0 | 320.0 | 960.0 | 3,200.0 |" in text
     assert write_growth_plots(result, tmp_path) == ["growth_rows.png", "growth_length.png", "growth_memory.png"]
 
 
@@ -189,28 +188,16 @@ def test_a_section_without_some_variants(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "for want of memory" in text and "Tied Transformer" not in text
 
 
-def test_memory_is_asked_of_another_process(monkeypatch: pytest.MonkeyPatch, plenty: None) -> None:
-    asked = []
-
-    def answer(module: str, setting: growth.Click, variant: str) -> dict[str, int]:
-        asked.append((module, setting.rows, variant))
-        return {"extra": setting.table_bytes // 2}
-
-    monkeypatch.setattr(growth, "in_own_process", answer)
-    found = growth._measure_memory(TINY, lambda text: None)
-    assert asked == [("sparsedp.bench.growth", rows, name) for rows in (4, 40, 400) for name in growth.VARIANTS]
-    assert all(row["share_of_tables"] == 0.5 for row in found)
-
-
 @pytest.mark.slow
-def test_memory_in_a_process_of_its_own(plenty: None) -> None:
+def test_memory_of_every_row(plenty: None) -> None:
     """A gradient of the tables' size for DP-SGD, and next to nothing for EANA."""
-    found = {
-        name: growth.in_own_process("sparsedp.bench.growth", growth.Click(batch=8, rows=200_000), name)["extra"]
-        for name in ("dpsgd", "eana")
-    }
-    tables = growth.Click(rows=200_000).table_bytes
-    assert 0.9 * tables < found["dpsgd"] < 1.5 * tables and found["eana"] < 0.1 * tables
+    base = growth.Click(batch=8, rows=100_000, tables=2)
+    result = growth.bench_growth(base, TINY_SEQUENCE, vary=["tables", "length"], repeats=1)
+    assert all(row["memory"] >= 0 for row in result["rows"])
+    for row in result["rows"]:
+        if row["quantity"] == "tables" and row["value"] > 1 and row["variant"] in ("dpsgd", "eana"):
+            share = row["memory"] / growth.Click(**row["setting"]).table_bytes
+            assert 0.9 < share < 1.6 if row["variant"] == "dpsgd" else share < 0.2
 
 
 def test_the_command_knows_all_names() -> None:

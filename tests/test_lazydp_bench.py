@@ -25,6 +25,7 @@ from sparsedp.cli.main import main
 from sparsedp.clipping import Clipping
 from sparsedp.errors import UnsupportedError
 from sparsedp.models import DLRM
+from sparsedp.report.speed.lazydp import section
 from sparsedp.sampling import BatchInfo
 from support import one_by_one
 from test_dlrm import batch, small
@@ -213,7 +214,7 @@ def test_all_rows_and_fields() -> None:
     assert skews == ["uniform", "low", "medium", "high"]
     elsewhere = [name for name in lazydp.VARIANTS if name not in ("dpsgd_b", "dpsgd_r")]
     assert [row["variant"] for row in result["rows"]] == list(lazydp.VARIANTS) + 3 * elsewhere
-    assert result["base"] == asdict(TINY) and result["memory"] == []
+    assert result["base"] == asdict(TINY) and not any("memory" in row for row in result["rows"])
     assert [gone["variants"] for gone in result["left_out"]] == [["dpsgd_b", "dpsgd_r"]] * 3
     for row in result["rows"]:
         assert 0 < row["best"] <= row["median"] and row["spread"] >= 0 and row["repeats"] == 1
@@ -230,8 +231,8 @@ def test_settings_along_the_quantities() -> None:
     base = lazydp.Setting(gigabytes=4.0, batch=2048)
     values = {name: list(quantity.values(base)) for name, quantity in lazydp.QUANTITIES.items()}
     assert [s.batch for s in values["batch"]] == [1024, 2048, 4096]
-    assert [s.gigabytes for s in values["gigabytes"]] == [0.4, 1, 2, 4, 8]
-    assert [s.pooling for s in values["pooling"]] == [1, 10, 20, 30]
+    assert [s.gigabytes for s in values["gigabytes"]] == pytest.approx([0.4, 1.2, 4, 8])
+    assert [s.pooling for s in values["pooling"]] == [1, 10, 30]
     assert [s.skew for s in values["skew"]] == list(SKEWS)
     assert all(base in settings for settings in values.values())
     assert base.table_bytes == pytest.approx(4e9, rel=1e-3)
@@ -306,10 +307,15 @@ def test_left_out_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_memory_in_a_process_of_its_own() -> None:
-    found = lazydp._extra_memory(lazydp.Setting(gigabytes=0.05, batch=8), "dpsgd_f")
-    assert 0.9 < found["share_of_tables"] < 3  # a gradient of the tables' size, and the model's working memory
-    assert found["bytes"] == pytest.approx(found["share_of_tables"] * 0.05e9, rel=0.01)
+def test_memory_of_every_row() -> None:
+    base = lazydp.Setting(gigabytes=0.05, batch=8)
+    result = lazydp.bench_lazydp(base, vary=["batch"], variants=["dpsgd_f", "lazydp"], repeats=1, slow_repeats=1)
+    share = {(row["setting"]["batch"], row["variant"]): row["memory"] / base.table_bytes for row in result["rows"]}
+    assert set(share) == {(batch, name) for batch in (4, 8, 16) for name in ("sgd", "dpsgd_f", "lazydp")}
+    for (_, name), own in share.items():  # a gradient of the tables' size, and the model's working memory
+        assert 0.9 < own < 3 if name == "dpsgd_f" else own < 2
+    text = section(result, [])
+    assert text.count("peak memory beyond the tables, MB") == 1 and "memory beyond the tables, MB (share)" in text
 
 
 def test_the_command_knows_all_names() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from sparsedp.bench import tied
 from sparsedp.bench.ghost import add_ghost, add_unit_gradients, dense_step, ghost_squares, unit_losses
+from sparsedp.bench.peaks import Peak
 from sparsedp.bench.timing import Stopwatch
 from sparsedp.cli import benchtied
 from sparsedp.cli.main import main
@@ -92,7 +94,7 @@ def test_all_rows_and_fields(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tied, "QUANTITIES", {"length": tied.Quantity("Length", lambda s: [s, tied.Setting(30, 3, 5)])})
     result = tied.bench_tied(TINY, vary=["length"], repeats=1, slow_repeats=1, memory=False)
     assert [row["variant"] for row in result["rows"]] == list(tied.VARIANTS) * 2
-    assert result["base"] == asdict(TINY) and result["left_out"] == [] and result["memory"] == []
+    assert result["base"] == asdict(TINY) and result["left_out"] == [] and result["largest"] == []
     for row in result["rows"]:
         assert 0 < row["best"] <= row["median"] and row["spread"] >= 0 and row["repeats"] == 1
         assert row["varied"] == ["length"] and row["base"] == (row["setting"]["length"] == 6)
@@ -142,18 +144,23 @@ def test_what_takes_too_much_is_left_out(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_the_largest_batch_is_where_the_line_reaches_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tied.fit_line([1, 2, 4], [7, 9, 13]) == (pytest.approx(2), pytest.approx(5))
-    monkeypatch.setattr(tied, "in_own_process", lambda module, setting, variant: {"peak": 3e8 + 1e7 * setting.batch})
-    found = tied.largest_batch(TINY, "softmax", 1.0)
-    assert found["batches"] == [16, 32, 64] and found["bytes_each"] == pytest.approx(1e7)
-    assert found["largest_batch"] in (69, 70)
-    monkeypatch.setattr(tied, "in_own_process", lambda module, setting, variant: {"peak": 3e8})
-    assert tied.largest_batch(TINY, "ghost", 1.0)["largest_batch"] is None
+    each = {"softmax": 10**7, "ghost": 0}
+
+    def answer(runs: Any, args: tuple[tied.Setting, list[str], int], small: tuple) -> dict[str, Peak]:
+        return {name: Peak(3 * 10**8 + each[name] * args[0].batch, 0) for name in args[1]}
+
+    monkeypatch.setattr(tied, "peaks", answer)
+    softmax, ghost = tied.largest_batches(TINY, ["softmax", "ghost"], 1.0)
+    assert softmax["batches"] == [16, 32, 64] and softmax["bytes_each"] == pytest.approx(1e7)
+    assert softmax["largest_batch"] in (69, 70)
+    assert ghost["batches"] == [2, 4, 6] and ghost["largest_batch"] is None
 
 
 @pytest.mark.slow
 def test_memory_in_a_process_of_its_own() -> None:
     """Without privacy, several tensors of the logits' size are kept; with table_softmax_loss none is, private or not."""
-    each = {name: tied.largest_batch(tied.Setting(items=20_000, length=50), name, 16.0)["bytes_each"] for name in LIGHT}
+    found = tied.largest_batches(tied.Setting(items=20_000, length=50), LIGHT, 16.0)
+    each = {own["variant"]: own["bytes_each"] for own in found}
     logits = 4 * 50 * 20_000
     assert each["plain"] > 1.5 * logits
     assert each["plain_chunked"] < logits / 4 and each["softmax"] < 0.6 * logits  # activations, whatever the vocabulary
@@ -184,7 +191,7 @@ def test_plots_of_everything(tmp_path: Path) -> None:
     result = tied.bench_tied(TINY, vary=[], variants=["softmax"], repeats=1, memory=False)
     for row in result["rows"]:
         row["varied"], row["ratio_to_plain"] = ["items", "length"], {"best": 1.0, "median": 1.0}
-    result["memory"] = [{"variant": "plain", "largest_batch": 10}, {"variant": "ghost", "largest_batch": None}]
+    result["largest"] = [{"variant": "plain", "largest_batch": 10}, {"variant": "ghost", "largest_batch": None}]
     assert write_tied_plots(result, tmp_path) == [
         "tied_items.png", "tied_length.png", "tied_stages.png", "tied_batch.png"
     ]  # fmt: skip

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from dp_accounting import DpEvent
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -94,6 +95,14 @@ class _Accumulated:
         self.touched = torch.unique(torch.cat([self.touched, rows])) if self.touched.numel() else rows
 
 
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """torch's own optimizers make sparse tensors in a way that torch warns about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse invariant checks")
+        yield
+
+
 def _unguarded() -> AbstractContextManager[Any]:
     """Within it lazy tables are as they are: their guards would settle what is about to be updated."""
     return torch._C.DisableTorchFunctionSubclass()
@@ -123,7 +132,8 @@ class PrivateOptimizer(Optimizer):
         self.plan = plan
         self.ledger = ledger
         self.noise = noise
-        self.last_step: StepReport | None = None
+        self._last: StepReport | Callable[[], StepReport] | None = None
+        self._events: dict[int | None, DpEvent] = {}  # of a step on each span
         self.mixed = False  # whether weights are in part those of a checkpoint that is being loaded
         # Entered around each stage of a step; benchmarks put a stopwatch here.
         self.stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
@@ -422,18 +432,21 @@ class PrivateOptimizer(Optimizer):
             gradient = self._gradient(step)
         done, self._accumulated, self._held = self._accumulated, _Accumulated(), []
         # Written first: if the update is interrupted, the budget counts as spent.
-        self.ledger.record(self.plan.step_event(span), scope=span)
+        if span not in self._events:
+            self._events[span] = self.plan.step_event(span)
+        self.ledger.record(self._events[span], scope=span)
         try:
-            with self.stage("update"), warnings.catch_warnings():
-                # torch's own optimizers make sparse tensors in a way that torch warns about.
-                warnings.filterwarnings("ignore", "Sparse invariant checks")
+            with self.stage("update"):
                 with _unguarded():
-                    self._hand_over(gradient)
-                self.inner.step()  # guarded: somebody's hooks may read the weights
+                    sparse = self._hand_over(gradient)
+                with _without_warnings() if sparse else nullcontext():
+                    self.inner.step()  # guarded: somebody's hooks may read the weights
         finally:
             self._drop_gradients()
         with _unguarded():
-            self.last_step = self._report(step, done, self._trained_tables(), gradient)
+            selection = None if self.lazy is not None else gradient.selection  # lazily, all rows change
+            done.gradient = None
+            self._last = functools.partial(self._report, step, done, gradient.space, selection)
 
     def _gradient(self, step: int) -> NoisyGradient:
         """The noisy gradient of the whole logical batch."""
@@ -450,9 +463,12 @@ class PrivateOptimizer(Optimizer):
             self._accumulate(captured, gradient)
         return gradient
 
-    def _hand_over(self, gradient: NoisyGradient) -> None:
-        """Gives the wrapped optimizer its gradients; rows that it would merely move are moved here."""
-        rows = gradient.selection or {}
+    def _hand_over(self, gradient: NoisyGradient) -> bool:
+        """Gives the wrapped optimizer its gradients; rows that it would merely move are moved here.
+
+        Returns whether some of the gradients are sparse.
+        """
+        rows, sparse = gradient.selection or {}, False
         plain = self._plain_rates() if rows and self.lazy is None else {}
         if self.lazy is not None:
             self.lazy.advance()  # first: if the update is interrupted, the noise is owed all the same
@@ -464,6 +480,8 @@ class PrivateOptimizer(Optimizer):
                 move_rows(parameter.detach(), rows[name], gradient.values[name], -plain[name])
             elif parameter.requires_grad:
                 parameter.grad = gradient.as_sparse(name)
+                sparse = sparse or name in rows
+        return sparse
 
     def _plain_rates(self) -> dict[str, float]:
         """The learning rates of the parameters that the wrapped optimizer merely moves against their gradients.
@@ -489,14 +507,20 @@ class PrivateOptimizer(Optimizer):
             scale=self._scale,
             key=self.noise.key.child(step, SELECTION),
             prepared=self.prepared or {},
-            first=self.last_step is None,
+            first=self._last is None,
         )
 
+    @property
+    def last_step(self) -> StepReport | None:
+        """What the last step did, which is worked out when somebody asks; None before the first."""
+        if callable(self._last):
+            with _unguarded():
+                self._last = self._last()
+        return self._last
+
     def _report(
-        self, step: int, done: _Accumulated, tables: Mapping[str, Tensor], gradient: NoisyGradient
+        self, step: int, done: _Accumulated, space: RowSpace, selection: Mapping[str, Tensor] | None
     ) -> StepReport:
-        space = gradient.space
-        selection = None if self.lazy is not None else gradient.selection  # lazily, all rows change
         touched = [end - begin for begin, end in space.edges(done.touched)]
         selected = list(space.sizes)
         hits = touched
@@ -506,9 +530,9 @@ class PrivateOptimizer(Optimizer):
             found = done.touched[find(chosen, done.touched) >= 0]
             hits = [end - begin for begin, end in space.edges(found)]
         reports = {}
-        for name, own, all_selected, hit in zip(space.names, touched, selected, hits):
-            rows, *dims = tables[name].shape
-            reports[name] = TableStep(rows, math.prod(dims), own, all_selected, all_selected - hit)
+        for name, rows, own, all_selected, hit in zip(space.names, space.sizes, touched, selected, hits):
+            dim = self._parameters[name].shape[1:].numel()
+            reports[name] = TableStep(rows, dim, own, all_selected, all_selected - hit)
         units = max(done.units, 1)
         kept = done.kept / done.mass if done.mass > 0 else 1.0
         return StepReport(step, done.units, done.clipped / units, done.norms / units, kept, reports, done.examples)

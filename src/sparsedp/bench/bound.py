@@ -7,6 +7,7 @@ the best rate that the machine reaches at just that. Stages come one after the o
 
 from __future__ import annotations
 
+import functools
 import gc
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from sparsedp.bench import dual, lazydp, tied
 from sparsedp.bench.ghost import unit_losses
 from sparsedp.bench.growth import matched_adafest
+from sparsedp.bench.peaks import Runs, peaks
 from sparsedp.bench.rates import Rates
-from sparsedp.bench.step import Workload, pctr, plain_step, private_run
+from sparsedp.bench.step import Workload, made, pctr, plain_step, private_run
 from sparsedp.bench.timing import Stopwatch, Timing, interleaved, machine, ratio
 from sparsedp.bench.tuned import tuned_step
 from sparsedp.bench.work import Counted, Work, count, plain_stages, private_stages
@@ -47,6 +49,9 @@ class Sizes:
     items: int = 3400  # of the tied Transformer
     length: int = 100
     sequences: int = 64  # in its batch
+
+
+_TINY = Sizes(batch=8, scale=0.001, gigabytes=0.001, labels=100, items=50, length=5, sequences=4)
 
 
 @dataclass(frozen=True)
@@ -128,9 +133,9 @@ SUBJECTS: dict[str, Callable[[Sizes], Subject]] = {
 }
 
 
-def _mechanism(name: str, counted: Counted, rows: int) -> Mechanism:
+def _mechanism(name: str, counted: Counted) -> Mechanism:
     if name == "adafest":
-        return matched_adafest(counted.touched, rows)
+        return matched_adafest(counted.touched, counted.rows)
     return {"dpsgd": DPSGD, "lazydp": LazyDP, "eana": EANA}[name]()
 
 
@@ -143,6 +148,7 @@ def bench_bound(
     subjects: Collection[str] = tuple(SUBJECTS),
     repeats: int = 10,
     rates: Rates,
+    memory: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Times the plain and private steps of the subjects in turns, and bounds them. Returns what `--json` writes."""
@@ -152,8 +158,14 @@ def bench_bound(
             gc.collect()  # the last subject's tables
             subject = SUBJECTS[key](sizes)
             say(f"{subject.title}: {subject.setting}")
-            rows += [{"workload": key, "title": subject.title, **row} for row in _measure(subject, repeats, rates)]
+            found = _measure(subject, repeats, rates)
+            title, names = subject.title, [row["variant"] for row in found]
             del subject
+            gc.collect()
+            taken = peaks(memory_runs, (key, sizes, names), (key, _TINY, names)) if memory else {}
+            for row in found:
+                own = {"memory": taken[row["variant"]].beyond} if memory else {}
+                rows.append({"workload": key, "title": title, **row, **own})
     say("the machine")
     return {
         "benchmark": "bound",
@@ -173,9 +185,8 @@ def _measure(subject: Subject, repeats: int, rates: Rates) -> list[dict[str, Any
     steps = {"plain": plain_step(subject.plain, watches["plain"])}
     if subject.tuned:
         works["tuned"], steps["tuned"] = works["plain"], tuned_step(subject.plain, watches["tuned"])
-    tables = {name: len(p) for name, p in subject.private.make(True).named_parameters() if name in counted.readings}
     for name in subject.mechanisms:
-        mechanism = _mechanism(name, counted, sum(tables.values()))
+        mechanism = _mechanism(name, counted)
         run = private_run(subject.private, watches[name], mechanism, sparse=True)
         if mechanism.lazy:
             run.wait(1)  # or the first step would have nothing to settle, and be the best
@@ -210,6 +221,27 @@ def _measure(subject: Subject, repeats: int, rates: Rates) -> list[dict[str, Any
         }
         for name, timing in timings.items()
     ]
+
+
+def memory_runs(key: str, sizes: Sizes, names: Collection[str]) -> Runs:
+    """For `peaks`: some steps of each variant, and settling, on a model that is made before."""
+    subject = SUBJECTS[key](sizes)
+    counted, not_private = count(subject.private), {"plain", "tuned"}
+    works = {name: made(subject.plain if name in not_private else subject.private) for name in names}
+    return {name: functools.partial(_run_some, name, works[name], counted) for name in names}
+
+
+def _run_some(name: str, work: Workload, counted: Counted) -> None:
+    settle = None
+    if name in ("plain", "tuned"):
+        step = (plain_step if name == "plain" else tuned_step)(work, Stopwatch())
+    else:
+        run = private_run(work, Stopwatch(), _mechanism(name, counted), sparse=True)
+        step, settle = run.step, run.engine.settle
+    for _ in range(2):
+        step()  # on the same batch: samplers of candidates refuse to draw in a fork
+    if settle is not None:
+        settle()
 
 
 def bound_stages(

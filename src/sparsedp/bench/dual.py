@@ -5,9 +5,8 @@ With dim, context length and batch of the paper's movie model, over the vocabula
 
 from __future__ import annotations
 
-import json
+import functools
 import math
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,9 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsedp.bench.growth import matched_adafest
+from sparsedp.bench.peaks import Runs
 from sparsedp.bench.step import Workload, plain_step, private_run
-from sparsedp.bench.timing import Stopwatch, interleaved, machine, peak_memory, ratio
-from sparsedp.bench.varied import Quantity, available_memory, in_own_process, measure_varied
+from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
+from sparsedp.bench.varied import Memory, Quantity, available_memory, measure_varied
 from sparsedp.mechanisms import DPSGD, EANA, LazyDP, Mechanism
 from sparsedp.models import DualEncoder
 from sparsedp.nn import CandidateSampler, candidate_loss
@@ -127,27 +127,20 @@ def bench_dual(
     memory: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Times all variants in turns, for all vocabularies at the first batch size and all batch sizes at the last vocabulary.
+    """Times all variants in turns, for all vocabularies at the first batch size and all batch sizes at the first vocabulary.
 
     Returns what `--json` writes. `slow_repeats` are DP-SGD's where its steps take seconds.
     """
     base = Setting(items[-1], batches[0])
     quantities: list[tuple[str, Quantity[Setting]]] = [
         ("items", Quantity("Items", lambda s: [replace(s, items=n) for n in items])),
-        ("batch", Quantity("Batch size", lambda s: [replace(s, batch=n) for n in batches])),
+        ("batch", Quantity("Batch size", lambda s: [replace(s, items=items[0], batch=n) for n in batches])),
     ]
     rows, left_out = measure_varied(
         base, quantities, list(VARIANTS), that_fit,
         lambda setting, fitting: _measure(setting, fitting, repeats, slow_repeats), "not enough memory", say,
+        Memory(memory_runs, lambda setting: Setting(items=100, batch=8)) if memory else None,
     )  # fmt: skip
-    peaks = []
-    for row in rows if memory else ():
-        if "items" in row["varied"]:
-            setting = Setting(**row["setting"])
-            say(f"memory: {row['variant']}, {setting}")
-            peaks.append(
-                {"setting": row["setting"], "variant": row["variant"], **_extra_memory(setting, row["variant"])}
-            )
     return {
         "benchmark": "dual",
         "base": asdict(base),
@@ -156,7 +149,6 @@ def bench_dual(
         "negatives": NEGATIVES,
         "machine": machine(),
         "rows": rows,
-        "memory": peaks,
         "left_out": left_out,
     }
 
@@ -196,30 +188,16 @@ def that_fit(setting: Setting) -> list[str]:
     return [name for name in VARIANTS if left >= (setting.table_bytes if name == "dpsgd" else 0)]
 
 
-def _extra_memory(setting: Setting, variant: str) -> dict[str, float]:
-    """Peak memory beyond the tables, measured in a process of its own: bytes, and as a share of the tables."""
-    extra = in_own_process("sparsedp.bench.dual", setting, variant)["extra"]
-    return {"bytes": extra, "share_of_tables": extra / setting.table_bytes}
-
-
-def _peak_beyond_tables(setting: Setting, name: str) -> int:
-    """Runs some steps, and settles; what the process took at most, less what it took with the tables filled."""
-    tiny = Setting(items=100, batch=8)  # loads and compiles whatever a step needs
-    _run_some(name, workload(tiny), tiny)
+def memory_runs(setting: Setting, names: Sequence[str]) -> Runs:
+    """For `peaks`: some steps of each variant, and settling, on tables that are filled before."""
     work = workload(setting)
-    before = peak_memory()
-    _run_some(name, work, setting)
-    return peak_memory() - before
+    return {name: functools.partial(_run_some, name, work, setting) for name in names}
 
 
 def _run_some(name: str, work: Workload, setting: Setting) -> None:
     variant = make_variant(name, work, setting)
-    for _ in range(3):
+    for _ in range(2):
         variant.step()
         work.batch = draw_batch(setting)
     if variant.settle is not None:
         variant.settle()
-
-
-if __name__ == "__main__":
-    print(json.dumps({"extra": _peak_beyond_tables(Setting(**json.loads(sys.argv[1])), sys.argv[2])}))

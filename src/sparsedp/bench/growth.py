@@ -6,10 +6,9 @@ values of a quantity are measured in turns, as the variants are: a slow moment o
 
 from __future__ import annotations
 
+import functools
 import gc
-import json
 import math
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
@@ -21,9 +20,10 @@ from torch import Tensor, nn
 from sparsedp.accounting import split_multiplier
 from sparsedp.bench import tied
 from sparsedp.bench.access import draw_ids
+from sparsedp.bench.peaks import Runs, peaks
 from sparsedp.bench.step import Workload, plain_step, private_run
-from sparsedp.bench.timing import Stopwatch, interleaved, machine, peak_memory, ratio
-from sparsedp.bench.varied import Quantity, available_memory, in_own_process
+from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
+from sparsedp.bench.varied import Memory, Quantity, available_memory
 from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, LazyDP, Mechanism
 from sparsedp.models import PCTR
 
@@ -186,6 +186,25 @@ def sequence_steps(setting: tied.Setting, names: Collection[str]) -> Steps:
     return Steps({name: tied.make_variant(name, setting, lambda: current).step for name in names}, renew)
 
 
+def memory_runs(setting: Click, names: Sequence[str]) -> Runs:
+    """For `peaks`: some steps of each variant, and settling, on tables that are filled before."""
+    work = workload(setting)
+    return {name: functools.partial(_run_some, name, work, setting) for name in names}
+
+
+def _run_some(name: str, work: Workload, setting: Click) -> None:
+    if name == "plain":
+        step, settle = plain_step(work), None
+    else:
+        run = private_run(work, Stopwatch(), _mechanism(name, work, setting), sparse=True)
+        step, settle = run.step, run.engine.settle
+    for _ in range(2):
+        step()
+        work.batch = draw_batch(setting)
+    if settle is not None:
+        settle()
+
+
 def that_fit(settings: list[Click]) -> dict[Click, list[str]]:
     """The variants at each setting for which there is memory, all at the same time, from the smallest tables on.
 
@@ -219,6 +238,7 @@ class Model(Generic[S]):
     variants: Mapping[str, str]
     quantities: Mapping[str, Quantity[S]]
     make: Callable[[S, list[str]], Steps]
+    memory: Memory[S]
     fitting: Callable[[list[S]], dict[S, list[str]]]
 
 
@@ -233,6 +253,7 @@ MODELS: dict[str, Model[Any]] = {
             "rows": Quantity("rows of a table", _times("rows", _BY_THREE)),
         },
         click_steps,
+        Memory(memory_runs, lambda setting: Click(batch=8, rows=10)),
         that_fit,
     ),
     "sequence": Model(
@@ -240,6 +261,7 @@ MODELS: dict[str, Model[Any]] = {
         SEQUENCE_VARIANTS,
         {"length": Quantity("positions of a sequence", _times("length", _BY_TWO))},
         sequence_steps,
+        Memory(tied.memory_runs, lambda setting: tied.TINY),
         sequences_that_fit,
     ),
 }
@@ -274,6 +296,15 @@ def bench_growth(
                 if missing := [variant for variant in kind.variants if variant not in found]:
                     left_out.append({"model": model, "setting": asdict(setting), "variants": missing})
             measured = _measure(name, fit, kind.make, repeats, slow_repeats)
+            if memory:
+                gc.collect()  # the tables that were timed
+                taken = {
+                    setting: peaks(kind.memory.runs, (setting, names), (kind.memory.small(setting), names))
+                    for setting, names in fit.items()
+                    if names
+                }
+                for row in measured:
+                    row["memory"] = taken[type(base)(**row["setting"])][row["variant"]].beyond
             rows += [{"model": model, "quantity": name, **row} for row in measured]
     return {
         "benchmark": "growth",
@@ -286,7 +317,6 @@ def bench_growth(
         "machine": machine(),
         "rows": rows,
         "exponents": find_exponents(rows),
-        "memory": _measure_memory(click, say) if memory and "rows" in vary else [],
         "left_out": left_out,
     }
 
@@ -312,45 +342,3 @@ def _measure(
         row = {"value": getattr(setting, quantity), "setting": asdict(setting), "variant": name, "repeats": counts[key]}
         rows.append({**row, **timing.to_dict(), "ratio_to_plain": ratio(timing, plain[setting])})
     return rows
-
-
-# ---------------------------------------------------------------------- memory
-
-
-def _measure_memory(click: Click, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Peak memory beyond the tables at every other number of rows, each in a process of its own."""
-    found = []
-    for setting in list(MODELS["click"].quantities["rows"].values(click))[::2]:
-        for name in that_fit([setting])[setting]:
-            say(f"memory: {VARIANTS[name]}, {setting.rows} rows")
-            extra = int(in_own_process("sparsedp.bench.growth", setting, name)["extra"])
-            share = extra / setting.table_bytes
-            found.append({"rows": setting.rows, "variant": name, "bytes": extra, "share_of_tables": share})
-    return found
-
-
-def _peak_beyond_tables(setting: Click, name: str) -> int:
-    """Runs some steps, and settles; what the process took at most, less what it took with the tables filled."""
-    tiny = replace(setting, rows=10, batch=8)  # loads and compiles whatever a step needs
-    _run_some(name, workload(tiny), tiny)
-    work = workload(setting)
-    before = peak_memory()
-    _run_some(name, work, setting)
-    return peak_memory() - before
-
-
-def _run_some(name: str, work: Workload, setting: Click) -> None:
-    if name == "plain":
-        step, settle = plain_step(work), None
-    else:
-        run = private_run(work, Stopwatch(), _mechanism(name, work, setting), sparse=True)
-        step, settle = run.step, run.engine.settle
-    for _ in range(3):
-        step()
-        work.batch = draw_batch(setting)
-    if settle is not None:
-        settle()
-
-
-if __name__ == "__main__":
-    print(json.dumps({"extra": _peak_beyond_tables(Click(**json.loads(sys.argv[1])), sys.argv[2])}))

@@ -6,8 +6,7 @@ step (figures 3, 5 and 11), table sizes (figures 3, 5 and 13a), pooling factors 
 
 from __future__ import annotations
 
-import json
-import sys
+import functools
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,9 +21,10 @@ import sparsedp
 from sparsedp.accounting import split_multiplier
 from sparsedp.bench.access import SKEWS, Skew, draw_ids
 from sparsedp.bench.baselines import MATERIALISED, dense_step
+from sparsedp.bench.peaks import Runs
 from sparsedp.bench.step import Workload, plain_step, private_run
-from sparsedp.bench.timing import Stopwatch, Timing, interleaved, machine, peak_memory, ratio
-from sparsedp.bench.varied import Quantity, available_memory, in_own_process, measure_varied
+from sparsedp.bench.timing import Stopwatch, Timing, interleaved, machine, ratio
+from sparsedp.bench.varied import Memory, Quantity, available_memory, measure_varied
 from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, Mechanism
 from sparsedp.models.dlrm import DLRM, MLPERF_DIM, MLPERF_TABLES, dlrm_table_sizes
 
@@ -40,8 +40,9 @@ VARIANTS = {
 }
 # These draw noise for every row of every table, in every step or, unaggregated, on average.
 SLOW = frozenset({"dpsgd_b", "dpsgd_r", "dpsgd_f", "lazydp_unaggregated"})
-# Slower still: measured at the base setting and over table sizes (figures 3 and 5).
-_NOT_VARIED = frozenset({"dpsgd_b", "dpsgd_r"})
+# Slower still: measured once, at the base setting and with the smallest tables (figures 3 and 5).
+_SLOWEST = frozenset({"dpsgd_b", "dpsgd_r"})
+_SIZES = (0.1, 0.3, 1, 2)  # a tenth of the base is about figure 3's smallest
 # In the order of a step, for tables and plots.
 STAGES = (
     "forward", "settling", "backward", "second backward", "collect", "selection", "noise", "unit gradients", "norms", "sums",
@@ -79,10 +80,10 @@ QUANTITIES: dict[str, Quantity[Setting]] = {
         "Batch size (figures 10 and 14)", lambda s: [replace(s, batch=max(1, int(s.batch * f))) for f in (0.5, 1, 2)]
     ),
     "gigabytes": Quantity(
-        "Size of the tables (figures 3, 5 and 13a)",  # a tenth of the base, about figure 3's smallest
-        lambda s: [replace(s, gigabytes=s.gigabytes * f) for f in (0.1, 0.25, 0.5, 1, 2)],
+        "Size of the tables (figures 3, 5 and 13a)",
+        lambda s: [replace(s, gigabytes=s.gigabytes * size) for size in _SIZES],
     ),
-    "pooling": Quantity("Ids per feature (figure 13b)", lambda s: [replace(s, pooling=p) for p in (1, 10, 20, 30)]),
+    "pooling": Quantity("Ids per feature (figure 13b)", lambda s: [replace(s, pooling=p) for p in (1, 10, 30)]),
     "skew": Quantity("Skew of the lookups (figure 13d)", lambda s: [replace(s, skew=skew) for skew in SKEWS]),
 }
 
@@ -188,25 +189,26 @@ def bench_lazydp(
     memory: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """Times all variants in turns at the base setting and along each quantity of `vary`. Returns what `--json` writes."""
+    """Times all variants in turns at the base setting and along each quantity of `vary`. Returns what `--json` writes.
+
+    Along the quantities there are half as many repeats.
+    """
     names = [name for name in VARIANTS if name == "sgd" or name in variants]
     rows, left_out = measure_varied(
         base, [(quantity, QUANTITIES[quantity]) for quantity in vary], names,
         lambda setting: _that_fit(_worth_while(names, setting, base), setting, available_memory()),
-        lambda setting, fitting: _measure(setting, fitting, repeats, slow_repeats),
+        lambda setting, fitting: _measure(
+            setting, fitting, repeats if setting == base else -(-repeats // 2), slow_repeats
+        ),
         "not enough memory, or too slow to measure everywhere", say,
+        Memory(memory_runs, lambda setting: replace(setting, gigabytes=0.001, batch=8)) if memory else None,
     )  # fmt: skip
-    peaks = []
-    for name in {row["variant"]: None for row in rows if row["base"]} if memory else ():
-        say(f"memory: {name}")
-        peaks.append({"variant": name, **_extra_memory(base, name)})
     return {
         "benchmark": "lazydp",
         "base": asdict(base),
         "materialised": MATERIALISED,
         "machine": machine(),
         "rows": rows,
-        "memory": peaks,
         "left_out": left_out,
     }
 
@@ -214,7 +216,8 @@ def bench_lazydp(
 def _measure(setting: Setting, names: list[str], repeats: int, slow_repeats: int) -> list[dict[str, Any]]:
     work = workload(setting)
     sizes, touched = setting.table_sizes, sum(touched_by(work.batch[1]))
-    counts = {name: min(repeats, slow_repeats) if name in SLOW else repeats for name in names}
+    most = {name: 1 if name in _SLOWEST else slow_repeats if name in SLOW else repeats for name in names}
+    counts = {name: min(repeats, most[name]) for name in names}
     buffers: dict[str, Tensor] = {}
     made = {name: make_variant(name, work, setting, buffers=buffers, rounds=WARMUP + counts[name]) for name in names}
 
@@ -255,8 +258,8 @@ def _time_settling(variant: Variant, renew: Callable[[], None]) -> Timing:
 
 
 def _worth_while(names: Sequence[str], setting: Setting, base: Setting) -> list[str]:
-    sized = replace(setting, gigabytes=base.gigabytes) == base
-    return [name for name in names if sized or name not in _NOT_VARIED]
+    smallest = replace(base, gigabytes=base.gigabytes * _SIZES[0])
+    return [name for name in names if setting in (base, smallest) or name not in _SLOWEST]
 
 
 def _that_fit(names: Sequence[str], setting: Setting, available: int) -> list[str]:
@@ -273,34 +276,17 @@ def _that_fit(names: Sequence[str], setting: Setting, available: int) -> list[st
     return [name for name in names if name not in dropped]
 
 
-def _extra_memory(setting: Setting, variant: str) -> dict[str, float]:
-    """Peak memory beyond the tables, measured in a process of its own: bytes, and as a share of the tables."""
-    extra = in_own_process("sparsedp.bench.lazydp", setting, variant)["extra"]
-    return {"bytes": extra, "share_of_tables": extra / setting.table_bytes}
-
-
-def _peak_beyond_tables(setting: Setting, name: str) -> int:
-    """Runs some steps, and settles; what the process took at most, less what it took with the tables filled."""
-    tiny = replace(setting, gigabytes=0.001, batch=8)  # loads and compiles whatever a step needs
-    _run_some(make_variant(name, workload(tiny), tiny, buffers={}), lambda: None)
+def memory_runs(setting: Setting, names: Sequence[str]) -> Runs:
+    """For `peaks`: some steps of each variant, and settling, on tables that are filled before."""
     work = workload(setting)
+    return {name: functools.partial(_run_some, name, work, setting) for name in names}
+
+
+def _run_some(name: str, work: Workload, setting: Setting) -> None:
+    variant = make_variant(name, work, setting, buffers={})
     sizes = setting.table_sizes
-
-    def renew() -> None:
+    for _ in range(1 if name in SLOW else 2):
         work.batch = draw_batch(setting, sizes)
-
-    before = peak_memory()
-    _run_some(make_variant(name, work, setting, buffers={}), renew)
-    return peak_memory() - before
-
-
-def _run_some(variant: Variant, renew: Callable[[], None]) -> None:
-    for _ in range(3):
-        renew()
         variant.step()
     if variant.settle is not None:
         variant.settle()
-
-
-if __name__ == "__main__":
-    print(json.dumps({"extra": _peak_beyond_tables(Setting(**json.loads(sys.argv[1])), sys.argv[2])}))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, TensorDataset
 
+from sparsedp.bench.peaks import Runs, peaks
 from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
 from sparsedp.data import CRITEO_VOCABULARY
 from sparsedp.engine import PrivacyEngine
@@ -159,20 +161,18 @@ def _time_settling(lazy: LazyTables, watch: Stopwatch) -> None:
     lazy.settle = timed  # type: ignore[method-assign]
 
 
-def bench_step(models: list[str], *, batch: int, repeats: int, scale: float) -> dict[str, Any]:
+def bench_step(models: list[str], *, batch: int, repeats: int, scale: float, memory: bool = True) -> dict[str, Any]:
     """Times each model's plain step and its private ones in turns. Returns what `--json` writes."""
-    makers: dict[str, Callable[[], Workload]] = {"mlp": lambda: mlp(batch), "pctr": lambda: pctr(batch, scale)}
     rows = []
     for name in models:
-        workload = makers[name]()
-        mechanisms: dict[str, Mechanism] = {"dpsgd": DPSGD()}
-        if name != "mlp":  # without tables all mechanisms are the same
-            mechanisms |= {"adafest": AdaFEST(threshold=10.0, noise_ratio=5.0), "eana": EANA()}
+        workload, mechanisms = _workload(name, batch, scale), _mechanisms(name)
         watches = {mechanism: Stopwatch() for mechanism in mechanisms}
         plain_watch = Stopwatch()
         variants = {"plain": plain_step(workload, plain_watch)}
         variants |= {key: private_step(workload, watches[key], value) for key, value in mechanisms.items()}
         timings = interleaved(variants, repeats)
+        del variants
+        taken = peaks(memory_runs, (name, batch, scale), (name, 8, 0.001)) if memory else {}
         for mechanism in mechanisms:
             rows.append(
                 {
@@ -184,6 +184,35 @@ def bench_step(models: list[str], *, batch: int, repeats: int, scale: float) -> 
                     "ratio": ratio(timings[mechanism], timings["plain"]),
                     "plain_stages": plain_watch.stages,
                     "stages": watches[mechanism].stages,
+                    **({"plain_memory": taken["plain"].beyond, "memory": taken[mechanism].beyond} if memory else {}),
                 }
             )
     return {"benchmark": "step", "scale": scale, "machine": machine(), "rows": rows}
+
+
+def _workload(model: str, batch: int, scale: float) -> Workload:
+    return mlp(batch) if model == "mlp" else pctr(batch, scale)
+
+
+def _mechanisms(model: str) -> dict[str, Mechanism]:
+    if model == "mlp":  # without tables all mechanisms are the same
+        return {"dpsgd": DPSGD()}
+    return {"dpsgd": DPSGD(), "adafest": AdaFEST(threshold=10.0, noise_ratio=5.0), "eana": EANA()}
+
+
+def memory_runs(model: str, batch: int, scale: float) -> Runs:
+    """For `peaks`: some steps of each variant, on a model that is made before."""
+    work, names = _workload(model, batch, scale), ("plain", *_mechanisms(model))
+    return {name: functools.partial(_run_some, name, model, made(work)) for name in names}
+
+
+def made(work: Workload) -> Workload:
+    """The workload with a model that there is already, for one variant to use."""
+    module = work.make(True)
+    return replace(work, make=lambda sparse: module)
+
+
+def _run_some(name: str, model: str, work: Workload) -> None:
+    step = plain_step(work) if name == "plain" else private_step(work, Stopwatch(), _mechanisms(model)[name])
+    for _ in range(2):
+        step()

@@ -5,8 +5,7 @@ With and without privacy, over vocabularies and lengths: time, stages, memory, a
 
 from __future__ import annotations
 
-import json
-import sys
+import functools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -18,8 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from sparsedp.accounting import split_multiplier
 from sparsedp.bench.ghost import Batch, add_ghost, add_unit_gradients, dense_step, unit_losses
-from sparsedp.bench.timing import Stopwatch, interleaved, machine, peak_memory, ratio
-from sparsedp.bench.varied import Quantity, available_memory, in_own_process, measure_varied
+from sparsedp.bench.peaks import Runs, peaks
+from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
+from sparsedp.bench.varied import Memory, Quantity, available_memory, measure_varied
 from sparsedp.engine import PrivacyEngine
 from sparsedp.mechanisms import DPSGD, AdaFEST, LazyDP, Mechanism
 from sparsedp.models import DPFormer
@@ -61,6 +61,8 @@ class Setting:
     def __str__(self) -> str:
         return f"{self.items} items, length {self.length}, batch {self.batch}, {100 * self.filled:g} % filled"
 
+
+TINY = Setting(items=50, length=5, batch=4)  # for what goes before a measurement
 
 QUANTITIES: dict[str, Quantity[Setting]] = {
     "items": Quantity("Vocabulary", lambda s: [replace(s, items=n) for n in (1000, 3400, 10_000, 30_000)]),
@@ -207,11 +209,10 @@ def bench_tied(
         base, [(quantity, QUANTITIES[quantity]) for quantity in vary], names,
         lambda setting: [name for name in names if _working(name, setting) <= available_memory()],
         lambda setting, fitting: _measure(setting, fitting, repeats, slow_repeats), "too much memory or time", say,
+        Memory(memory_runs, lambda setting: TINY) if memory else None,
     )  # fmt: skip
-    peaks = []
-    for name in {row["variant"]: None for row in rows if row["base"]} if memory else ():
-        say(f"memory: {name}")
-        peaks.append({"variant": name, **largest_batch(base, name, gigabytes)})
+    measured = [row["variant"] for row in rows if row["base"]]
+    say("the largest batches")
     return {
         "benchmark": "tied",
         "base": asdict(base),
@@ -221,7 +222,7 @@ def bench_tied(
         "gigabytes": gigabytes,
         "machine": machine(),
         "rows": rows,
-        "memory": peaks,
+        "largest": largest_batches(base, measured, gigabytes) if memory else [],
         "left_out": left_out,
     }
 
@@ -261,23 +262,31 @@ def _measure(setting: Setting, names: Sequence[str], repeats: int, slow_repeats:
 # ---------------------------------------------------------------------- memory
 
 
-def largest_batch(setting: Setting, variant: str, gigabytes: float) -> dict[str, Any]:
-    """The largest batch that fits: from a line through the peaks at some batch sizes, each in a process of its own.
+def largest_batches(setting: Setting, names: Sequence[str], gigabytes: float) -> list[dict[str, Any]]:
+    """The largest batch of each variant that fits: from a line through the peaks at some batch sizes.
 
     The baselines work on the whole batch at once, as they do on an accelerator, and on smaller batches here.
     """
-    sizes = [2, 4, 6] if variant in SLOW else [16, 32, 64]
-    peaks = [
-        int(in_own_process("sparsedp.bench.tied", replace(setting, batch=size), variant)["peak"]) for size in sizes
-    ]
-    each, fixed = fit_line(sizes, peaks)
-    return {
-        "batches": sizes,
-        "bytes": peaks,
-        "bytes_each": each,
-        "bytes_fixed": fixed,
-        "largest_batch": int((gigabytes * 1e9 - fixed) // each) if each > 0 else None,
-    }
+    found = []
+    for own, sizes in (
+        ([n for n in names if n not in SLOW], [16, 32, 64]),
+        ([n for n in names if n in SLOW], [2, 4, 6]),
+    ):
+        taken = [peaks(memory_runs, (replace(setting, batch=size), own, 1 << 62), (TINY, own)) for size in sizes if own]
+        for name in own:
+            totals = [peak[name].total for peak in taken]
+            each, fixed = fit_line(sizes, totals)
+            found.append(
+                {
+                    "variant": name,
+                    "batches": sizes,
+                    "bytes": totals,
+                    "bytes_each": each,
+                    "bytes_fixed": fixed,
+                    "largest_batch": int((gigabytes * 1e9 - fixed) // each) if each > 0 else None,
+                }
+            )
+    return found
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -287,14 +296,13 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return slope, mean_y - slope * mean_x
 
 
-def _peak(setting: Setting, variant: str) -> int:
-    """Runs some steps; what the process took at most."""
+def memory_runs(setting: Setting, names: Sequence[str], most: int = _MOST) -> Runs:
+    """For `peaks`: some steps of each variant; `most` is as in `make_variant`."""
+    return {name: functools.partial(_run_some, name, setting, most) for name in names}
+
+
+def _run_some(name: str, setting: Setting, most: int) -> None:
     batch = draw_batch(setting)
-    run = make_variant(variant, setting, lambda: batch, most=1 << 62).step
-    for _ in range(3):
+    run = make_variant(name, setting, lambda: batch, most).step
+    for _ in range(2):
         run()
-    return peak_memory()
-
-
-if __name__ == "__main__":
-    print(json.dumps({"peak": _peak(Setting(**json.loads(sys.argv[1])), sys.argv[2])}))

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from sparsedp.bench.peaks import Runs, peaks
 from sparsedp.errors import SparseDPError
 
 S = TypeVar("S")  # a frozen dataclass: what a step is measured at
@@ -25,6 +26,14 @@ class Quantity(Generic[S]):
     values: Callable[[S], Iterable[S]]
 
 
+@dataclass(frozen=True)
+class Memory(Generic[S]):
+    """What `peaks` is to run for the variants at a setting, and a small setting for the runs before."""
+
+    runs: Callable[[S, list[str]], Runs]
+    small: Callable[[S], S]
+
+
 def measure_varied(
     base: S,
     quantities: Sequence[tuple[str, Quantity[S]]],
@@ -33,10 +42,12 @@ def measure_varied(
     measure: Callable[[S, list[str]], list[dict[str, Any]]],
     reason: str,
     say: Callable[[str], None],
+    memory: Memory[S] | None = None,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """What `measure(setting, variants)` finds at all settings, and the variants that were left out, for what reason.
 
-    `fitting(setting)` are the variants that can be measured there: none, if the first of `names` is not among them.
+    `fitting(setting)` are the variants that can be measured there: none, if the first of `names` is not among them. With
+    `memory` each row has its variant's peak memory.
     """
     varied: dict[S, list[str]] = {base: []}
     for name, quantity in quantities:
@@ -53,6 +64,10 @@ def measure_varied(
         say(f"{number}/{len(varied)}  {setting}: {', '.join(fit) or 'does not fit into memory'}")
         if names[0] in fit:
             found = measure(setting, fit)
+            if memory is not None:
+                gc.collect()  # the tables that were timed
+                taken = peaks(memory.runs, (setting, fit), (memory.small(setting), fit))
+                found = [{**row, "memory": taken[row["variant"]].beyond} for row in found]
             rows += [{"setting": values, "base": setting == base, "varied": along, **row} for row in found]
     return rows, left_out
 

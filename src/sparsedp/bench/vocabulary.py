@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
+from sparsedp.bench.peaks import Runs, peaks
 from sparsedp.bench.step import Workload, plain_step, private_step
-from sparsedp.bench.timing import Stopwatch, interleaved, machine, peak_memory, ratio
+from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
 from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, Mechanism
 
 DIM, BATCH = 64, 1024
@@ -48,7 +47,7 @@ def mechanisms(rows: int) -> dict[str, Callable[[], Mechanism]]:
 
 
 def bench_vocabulary(sizes: list[int], *, repeats: int, memory: bool = True) -> dict[str, Any]:
-    """Times all variants in turns at each size, and measures their memory at the largest. Returns what `--json` writes."""
+    """Times all variants in turns at each size, and measures their memory. Returns what `--json` writes."""
     rows = []
     for size in sizes:
         work = workload(size)
@@ -59,41 +58,27 @@ def bench_vocabulary(sizes: list[int], *, repeats: int, memory: bool = True) -> 
             variants[name] = private_step(work, watches[name], make(), sparse=True)
         timings = interleaved(variants, repeats, warmup=1)
         del work, variants
+        taken = peaks(memory_runs, (size,), (2000,)) if memory else {}
         for name, timing in timings.items():
             row: dict[str, Any] = {"rows": size, "variant": name, **timing.to_dict()}
             row["ratio_to_plain"] = ratio(timing, timings["plain"])
             row["dpsgd_over_this"] = ratio(timings["dpsgd"], timing)
             row["stages"] = watches[name].stages if name in watches else {}
-            if memory and size == max(sizes):
-                row["extra_memory"] = extra_memory(size, name)
+            if name in taken:
+                row["memory"] = taken[name].beyond
             rows.append(row)
     return {"benchmark": "vocabulary", "dim": DIM, "batch": BATCH, "machine": machine(), "rows": rows}
 
 
-def extra_memory(rows: int, variant: str) -> dict[str, float]:
-    """Peak memory beyond the table, measured in a process of its own: bytes, and as a share of the table."""
-    command = [sys.executable, "-m", "sparsedp.bench.vocabulary", str(rows), variant]
-    extra = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)["extra"]
-    return {"bytes": extra, "share_of_table": extra / (rows * DIM * 4)}
-
-
-def _measure(rows: int, variant: str) -> int:
-    """Runs some steps; what the process took at most, less what it took with the table filled."""
-    small = workload(2000)  # loads and compiles whatever a step needs
-    _variant(small, 2000, variant)()
+def memory_runs(rows: int) -> Runs:
+    """For `peaks`: some steps of each variant, on a table that is filled before."""
     work = workload(rows)
-    before = peak_memory()
-    run = _variant(work, rows, variant)
-    for _ in range(5):
-        run()
-    return peak_memory() - before
+    return {name: functools.partial(_run_some, name, work, rows) for name in ("plain", *mechanisms(rows))}
 
 
-def _variant(work: Workload, rows: int, variant: str) -> Callable[[], None]:
-    if variant == "plain":
-        return plain_step(work)
-    return private_step(work, Stopwatch(), mechanisms(rows)[variant](), sparse=True)
-
-
-if __name__ == "__main__":
-    print(json.dumps({"extra": _measure(int(sys.argv[1]), sys.argv[2])}))
+def _run_some(name: str, work: Workload, rows: int) -> None:
+    step = (
+        plain_step(work) if name == "plain" else private_step(work, Stopwatch(), mechanisms(rows)[name](), sparse=True)
+    )
+    for _ in range(3):
+        step()

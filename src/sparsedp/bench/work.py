@@ -134,6 +134,11 @@ class Counted:
         return sum(reading.rows for reading in self.readings.values())
 
     @property
+    def rows(self) -> int:
+        """Of the tables that were read."""
+        return sum(self.sizes[name] // reading.width for name, reading in self.readings.items())
+
+    @property
     def lookups(self) -> Work:
         """Every distinct row is read once, wherever it is, and what comes out is written."""
         return Work(

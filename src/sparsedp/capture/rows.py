@@ -80,8 +80,8 @@ class TouchedRows:
         self._count = sum(lengths)
         ids = torch.cat([lookup.ids for lookup in self.lookups.values()] or [torch.empty(0, dtype=torch.long)])
         starts = dict(zip(space.names, space.starts))
-        shifts = ids.new_tensor([starts[name] for name in self.lookups])
-        keys = ids + kernels.repeated(shifts, ids.new_tensor(lengths))
+        shifts = [starts[name] for name in self.lookups]
+        keys = ids + _repeated(shifts, lengths, ids) if any(shifts) else ids
         self._used: Tensor | None = None  # the positions that are not padding; None if all are used
         if self._count and int(ids.min()) < 0:
             self._used = (ids >= 0).nonzero().squeeze(1)
@@ -121,9 +121,11 @@ class TouchedRows:
         """The place of each of `rows` among the selected rows of its table; -1 if it is not selected."""
         chosen = self.space.join(selection)
         at = kernels.find(chosen, self.rows)
-        firsts = at.new_tensor([first for first, _ in self.space.edges(chosen)])
-        lengths = at.new_tensor([end - begin for begin, end in self._edges.values()])
-        return (at - kernels.repeated(firsts, lengths)).clamp_min_(-1)
+        if len(self.space.names) == 1:
+            return at
+        firsts = [first for first, _ in self.space.edges(chosen)]
+        lengths = [end - begin for begin, end in self._edges.values()]
+        return (at - _repeated(firsts, lengths, at)).clamp_min_(-1)
 
     def squared_norms(self, slots: Tensor | None, known: RowNorms) -> LookupNorms | None:
         """For the tables that are used by lookups alone; None if there are none."""
@@ -199,6 +201,10 @@ class TouchedRows:
 
         every = total(None)
         return LookupNorms(list(self.lookups), every, every if slots is None else total(slots[row] >= 0))
+
+
+def _repeated(values: list[int], counts: list[int], like: Tensor) -> Tensor:
+    return kernels.repeated(like.new_tensor(values), like.new_tensor(counts))
 
 
 class _ByUnit(NamedTuple):

@@ -44,7 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workload", choices=WORKLOADS, action="append", help="which one (default: all); may be repeated"
     )
-    parser.add_argument("--quick", action="store_true", help="some seconds: small, few repeats, rough rates")
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes a process each")
+    parser.add_argument("--quick", action="store_true", help="some seconds: small, few repeats, rough rates, no memory")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -61,6 +62,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         subjects=args.workload or WORKLOADS,
         repeats=repeats,
         rates=Rates(*(_QUICK_RATES if args.quick else _FULL_RATES)),
+        memory=not (args.no_memory or args.quick),
         say=Lines(Console(stderr=True)).say,
     )
 

@@ -8,11 +8,19 @@ from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import default_text, make_table, milliseconds, positive, say_left_out, stage_table
+from sparsedp.cli.benchtables import (
+    default_text,
+    make_table,
+    megabytes,
+    milliseconds,
+    positive,
+    say_left_out,
+    stage_table,
+)
 from sparsedp.cli.progress import Lines
 
 # MovieLens 20M, and the two vocabularies of the paper's industry data.
-FULL: dict[str, Any] = {"items": (27_278, 100_000, 5_000_000), "batch": (64, 1024), "repeats": 30, "slow_repeats": 3}
+FULL: dict[str, Any] = {"items": (27_278, 100_000, 5_000_000), "batch": (64, 1024), "repeats": 20, "slow_repeats": 2}
 QUICK: dict[str, Any] = {"items": (1000, 20_000), "batch": (64,), "repeats": 3, "slow_repeats": 1}
 
 
@@ -24,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--batch", type=positive, action="append", metavar="N",
-        help=f"units in a batch; may be repeated: further ones at the last vocabulary {default('batch')}",
+        help=f"units in a batch; may be repeated: further ones at the first vocabulary {default('batch')}",
     )  # fmt: skip
     parser.add_argument("--repeats", type=positive, metavar="N", help=f"repeats of a variant {default('repeats')}")
     parser.add_argument(
@@ -55,18 +63,17 @@ def show(console: Console, result: dict[str, Any]) -> None:
     from sparsedp.bench.step import STAGES
     from sparsedp.bench.varied import stages_of
 
-    peaks = {(Setting(**row["setting"]), row["variant"]): row["bytes"] for row in result["memory"]}
     columns = ("variant", "ms: best / median ± spread", "steps/s", "/ SGD", "/ EANA", "DP-SGD / this", "extra MB")
     for setting in dict.fromkeys(Setting(**row["setting"]) for row in result["rows"]):
         table = make_table(f"Dual encoder, {setting}", columns)
         for row in result["rows"]:
             if Setting(**row["setting"]) != setting:
                 continue
-            dense, peak = row.get("dpsgd_over_this"), peaks.get((setting, row["variant"]))
+            dense = row.get("dpsgd_over_this")
             table.add_row(
                 VARIANTS[row["variant"]], milliseconds(row), f"{row['steps_per_second']:.3g}",
                 f"{row['ratio_to_sgd']['best']:.2f}", f"{row['ratio_to_eana']['best']:.2f}",
-                "-" if dense is None else f"{dense['best']:.3g}", "-" if peak is None else f"{peak / 1e6:.0f}",
+                "-" if dense is None else f"{dense['best']:.3g}", megabytes(row),
             )  # fmt: skip
         console.print(table)
     base = [row for row in result["rows"] if row["base"]]

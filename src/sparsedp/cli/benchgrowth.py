@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import make_table, positive
+from sparsedp.cli.benchtables import make_table, megabytes, positive
 from sparsedp.cli.progress import Lines
 
 VARIED = ("batch", "tables", "dim", "rows", "length")  # as in sparsedp.bench.growth, which is only loaded to measure
@@ -64,7 +64,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def show(console: Console, result: dict[str, Any]) -> None:
     from sparsedp.bench import tied
     from sparsedp.bench.growth import MODELS, Click
-    from sparsedp.report.speed.growth import along, exponent, memory_lines, range_of
+    from sparsedp.report.speed.growth import along, exponent, lines_along, range_of, rows_along
 
     settings = {"click": Click(**result["click"]), "sequence": tied.Setting(**result["sequence"])}
     for model, kind in MODELS.items():
@@ -79,12 +79,15 @@ def show(console: Console, result: dict[str, Any]) -> None:
             cells = [exponent(fits.get(variant)) for variant in kind.variants]
             table.add_row(kind.quantities[name].title, range_of(fits), *cells)
         console.print(table)
-    if result["memory"]:
-        head, memory = memory_lines(result["memory"])
-        table = make_table("Peak memory beyond the tables, MB (share of the tables)", head)
-        for line in memory:
-            table.add_row(*line)
-        console.print(table)
+    for model, kind in MODELS.items():
+        for name, quantity in kind.quantities.items():
+            measured = rows_along(result, model, name)
+            if any("memory" in row for row in measured):
+                head, cells_of = lines_along(quantity.title, measured, kind.variants, megabytes)
+                table = make_table("Peak memory beyond the tables, MB", head)
+                for line in cells_of:
+                    table.add_row(*line)
+                console.print(table)
     for gone in result["left_out"]:
         variants = ", ".join(MODELS[gone["model"]].variants[name] for name in gone["variants"])
         setting = type(settings[gone["model"]])(**gone["setting"])

@@ -11,6 +11,7 @@ from rich.console import Console
 from sparsedp.cli.benchtables import (
     default_text,
     make_table,
+    megabytes,
     milliseconds,
     positive,
     positive_number,
@@ -77,15 +78,11 @@ def show(console: Console, result: dict[str, Any]) -> None:
     if base:
         rows = f"{base[0]['table_rows']:,} rows, of which a batch touches {base[0]['rows_touched']:,}"
         console.print(f"DLRM, {Setting(**result['base'])}: {rows}", highlight=False)
-        peaks = {row["variant"]: row["share_of_tables"] for row in result["memory"]}
-        table = make_table(
-            "A step", ("variant", "ms: best / median ± spread", "/ SGD", "of medians", "memory / tables")
-        )
+        table = make_table("A step", ("variant", "ms: best / median ± spread", "/ SGD", "of medians", "extra MB"))
         for row in base:
-            peak = peaks.get(row["variant"])
             table.add_row(
                 NAMES[row["variant"]], milliseconds(row), f"{row['ratio_to_sgd']['best']:.2f}",
-                f"{row['ratio_to_sgd']['median']:.2f}", "-" if peak is None else f"{100 * peak:.1f} %",
+                f"{row['ratio_to_sgd']['median']:.2f}", megabytes(row),
             )  # fmt: skip
         console.print(table)
         heads = [NAMES[row["variant"]].replace("(", " (") for row in base]  # where a narrow terminal may break the line

@@ -8,7 +8,15 @@ from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import default_text, make_table, milliseconds, positive, positive_number, stage_table
+from sparsedp.cli.benchtables import (
+    default_text,
+    make_table,
+    megabytes,
+    milliseconds,
+    positive,
+    positive_number,
+    stage_table,
+)
 
 MODELS = ("mlp", "pctr")
 FULL = {"batch": 2048, "repeats": 20, "scale": 1.0}
@@ -26,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help=f"pCTR: Criteo's vocabulary sizes times this {default('scale')}",
     )
-    parser.add_argument("--quick", action="store_true", help="some seconds: small, few repeats")
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes a process each")
+    parser.add_argument("--quick", action="store_true", help="some seconds: small, few repeats, no memory")
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -35,7 +44,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
     return bench_step(
-        args.model or list(MODELS), batch=int(chosen["batch"]), repeats=int(chosen["repeats"]), scale=chosen["scale"]
+        args.model or list(MODELS),
+        batch=int(chosen["batch"]),
+        repeats=int(chosen["repeats"]),
+        scale=chosen["scale"],
+        memory=not (args.no_memory or args.quick),
     )
 
 
@@ -45,12 +58,22 @@ def show(console: Console, result: dict[str, Any]) -> None:
 
     table = make_table(
         "Private step against plain PyTorch SGD; best / median ± spread, ms",
-        ("model", "mechanism", "batch", "plain", "private", "ratio of best", "ratio of median"),
+        (
+            "model",
+            "mechanism",
+            "batch",
+            "plain",
+            "private",
+            "ratio of best",
+            "ratio of median",
+            "extra MB: plain, private",
+        ),
     )
     for row in result["rows"]:
         table.add_row(
             row["model"], row["mechanism"], str(row["batch"]), milliseconds(row["plain"]), milliseconds(row["private"]),
             f"{row['ratio']['best']:.2f}", f"{row['ratio']['median']:.2f}",
+            f"{megabytes(row, 'plain_memory')}, {megabytes(row)}",
         )  # fmt: skip
     console.print(table)
     heads = [f"{row['model']} {row['mechanism']}" for row in result["rows"]]

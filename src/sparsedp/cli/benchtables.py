@@ -50,6 +50,11 @@ def milliseconds(timing: dict[str, float]) -> str:
     return f"{1e3 * timing['best']:.1f} / {1e3 * timing['median']:.1f} ± {1e3 * timing['spread']:.1f}"
 
 
+def megabytes(row: Mapping[str, Any], key: str = "memory") -> str:
+    """A row's peak memory; a dash if it was not measured."""
+    return f"{row[key] / 1e6:,.1f}" if key in row else "-"
+
+
 def make_table(title: str, columns: Sequence[str]) -> Table:
     """The first column is never cut; the heads of others may take several lines."""
     table = Table(title=title)

@@ -79,7 +79,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
     base = [row for row in result["rows"] if row["base"]]
     if base:
         console.print(f"Tied Transformer, {Setting(**result['base'])}", highlight=False)
-        peaks = {row["variant"]: row for row in result["memory"]}
+        peaks = {row["variant"]: row for row in result["largest"]}
         fits = f"largest batch, {result['gigabytes']:g} GB"
         columns = ("variant", "ms: best / median ± spread", "/ PyTorch", "of medians", "/ chunked", "MB per unit", fits)
         table = make_table("A step", columns)

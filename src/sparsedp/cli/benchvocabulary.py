@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import make_table, milliseconds, positive
+from sparsedp.cli.benchtables import make_table, megabytes, milliseconds, positive
 
 QUICK_ROWS = (10_000, 100_000)
 
@@ -35,11 +35,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def show(console: Console, result: dict[str, Any]) -> None:
     title = f"A step on one table, dim {result['dim']}, batch {result['batch']}; best / median ± spread, ms"
-    table = make_table(title, ("rows", "variant", "time", "ratio to plain", "DP-SGD / this", "extra memory / table"))
+    table = make_table(title, ("rows", "variant", "time", "ratio to plain", "DP-SGD / this", "extra MB"))
     for row in result["rows"]:
-        memory = f"{100 * row['extra_memory']['share_of_table']:.1f} %" if "extra_memory" in row else "-"
         table.add_row(
             f"{row['rows']:,}", row["variant"], milliseconds(row), f"{row['ratio_to_plain']['best']:.2f}",
-            f"{row['dpsgd_over_this']['best']:.1f}", memory,
+            f"{row['dpsgd_over_this']['best']:.1f}", megabytes(row),
         )  # fmt: skip
     console.print(table)

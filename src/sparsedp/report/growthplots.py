@@ -13,6 +13,7 @@ from typing import Any
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from sparsedp.bench.growth import MODELS, SEQUENCE_VARIANTS, VARIANTS
+from sparsedp.report.speed.growth import rows_along
 
 _COLORS = {
     "click": dict(zip(VARIANTS, ("0.35", "#d55e00", "#cc79a7", "#0072b2", "#009e73"), strict=True)),
@@ -27,7 +28,7 @@ def write_growth_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
         for model, kind in MODELS.items()
         for name in kind.quantities
     }
-    figures["growth_memory.png"] = memory_plot(result["memory"])
+    figures["growth_memory.png"] = memory_plot(rows_along(result, "click", "rows"))
     written = {name: figure for name, figure in figures.items() if figure is not None}
     for name, figure in written.items():
         figure.savefig(folder / name, dpi=130, bbox_inches="tight")
@@ -61,12 +62,12 @@ def growth_plot(result: Mapping[str, Any], model: str, quantity: str) -> Figure 
     return figure
 
 
-def memory_plot(memory: Sequence[Mapping[str, Any]]) -> Figure | None:
-    if not memory:
+def memory_plot(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
+    if not any("memory" in row for row in rows):
         return None
     figure, panel = _panel("Peak memory beyond the tables", "rows of a table")
     for name, title in VARIANTS.items():
-        own = sorted((row["rows"], max(row["bytes"], 1) / 1e6) for row in memory if row["variant"] == name)
+        own = sorted((row["value"], max(row["memory"], 1) / 1e6) for row in rows if row["variant"] == name)
         if own:
             panel.plot(*zip(*own), marker="o", color=_COLORS["click"][name], label=title)
     panel.set_ylabel("MB", fontsize=8)

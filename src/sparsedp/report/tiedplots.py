@@ -36,7 +36,7 @@ def write_tied_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     rows = result["rows"]
     figures = {f"tied_{key}.png": ratio_plot(rows, key) for key in QUANTITIES}
     figures["tied_stages.png"] = stage_plot([row for row in rows if row["base"]])
-    figures["tied_batch.png"] = batch_plot(result["memory"], result["gigabytes"])
+    figures["tied_batch.png"] = batch_plot(result["largest"], result["gigabytes"])
     written = {name: figure for name, figure in figures.items() if figure is not None}
     for name, figure in written.items():
         figure.savefig(folder / name, dpi=130, bbox_inches="tight")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from sparsedp.bench.bound import VARIANTS
-from sparsedp.report.speed.tables import images, markdown_table, milliseconds, number, times
+from sparsedp.report.speed.tables import images, markdown_table, megabytes, milliseconds, number, times
 
 STAGE_HEAD = (
     "stage", "must move, MB", "must compute, MFLOP", "normals, exponentials, millions", "bound, ms", "measured, ms",
@@ -14,7 +14,7 @@ STAGE_HEAD = (
 )  # fmt: skip
 STEP_HEAD = (
     "step", "bound", "measured", "measured / bound", "bound / PyTorch's bound", "measured / PyTorch's",
-    "measured / with our table updates",
+    "measured / with our table updates", "memory beyond the model, MB",
 )  # fmt: skip
 
 Rows = Sequence[Mapping[str, Any]]
@@ -29,8 +29,8 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         "that the model really multiplies; their operands are not counted again as bytes. Counts come from watching one batch. "
         "The column of bounds is private over plain if both ran at their bounds, with these algorithms, on this machine; "
         "a plain step that is further from its own bound leaves room for a smaller measured ratio.",
-        "The last column is against the best step without privacy on our own code: layers by autograd, tables by our compiled "
-        "loops.",
+        "The last column of times is against the best step without privacy on our own code: layers by autograd, tables by our "
+        "compiled loops.",
         markdown_table(STEP_HEAD, step_lines(rows)),
         "Not in the bounds: activation functions, copies, gradients that are written to memory on the way, sorting, and what "
         "Python and torch spend on each operation. What stays in the processor's cache from one stage to the next can beat its "
@@ -59,6 +59,7 @@ def step_lines(rows: Rows) -> list[list[str]]:
             number(row["bound_to_plain"]),
             times(row["ratio_to_plain"]),
             times(row["ratio_to_tuned"]),
+            megabytes(row),
         ]
         for row in rows
     ]

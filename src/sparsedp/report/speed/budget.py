@@ -75,11 +75,11 @@ def _lazy_over_eana(results: Results) -> Found:
 
 
 def _memory(results: Results) -> Found:
-    rows = [row for row in _rows(results, "vocabulary") if "extra_memory" in row]
+    rows = [row for row in _rows(results, "vocabulary") if "memory" in row]
     largest = max((row["rows"] for row in rows), default=0)
     for row in rows:
         if row["rows"] == largest and row["variant"] in ("adafest", "eana"):
-            yield f"{row['variant']}, {largest:,} rows", row["extra_memory"]["share_of_table"]
+            yield f"{row['variant']}, {largest:,} rows", row["memory"] / (4 * results["vocabulary"]["dim"] * largest)
 
 
 LINES = (

@@ -7,28 +7,26 @@ from typing import Any
 
 from sparsedp.bench.dual import VARIANTS, Setting
 from sparsedp.bench.step import STAGES
-from sparsedp.report.speed.tables import images, markdown_table, milliseconds, number, times
+from sparsedp.report.speed.tables import images, markdown_table, megabytes, milliseconds, times
 from sparsedp.report.speed.varied import stage_lines
 
 
 def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
-    peaks = {(Setting(**row["setting"]), row["variant"]): row for row in result["memory"]}
     rows = sorted(result["rows"], key=lambda row: (row["setting"]["batch"], row["setting"]["items"]))
     lines = []
     for row in rows:
         setting = Setting(**row["setting"])
-        peak = peaks.get((setting, row["variant"]))
         lines.append(
             [
                 f"{setting.items:,}", f"{setting.batch:,}", VARIANTS[row["variant"]], milliseconds(row),
                 f"{row['steps_per_second']:.3g}", times(row["ratio_to_sgd"]), times(row["ratio_to_eana"]),
                 times(row.get("dpsgd_over_this")),
-                "-" if peak is None else f"{peak['bytes'] / 1e6:,.0f} MB ({number(100 * peak['share_of_tables'])} %)",
+                megabytes(row, setting.table_bytes),
             ]
         )  # fmt: skip
     head = (
         "items", "batch", "", "step", "steps/s, best", "/ SGD", "/ EANA", "DP-SGD / this",
-        "memory beyond the tables (share)",
+        "memory beyond the tables, MB (share)",
     )  # fmt: skip
     pieces = [
         "## The dual encoder and EANA",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from sparsedp.bench import tied
-from sparsedp.bench.growth import MODELS, VARIANTS, Click
-from sparsedp.report.speed.tables import images, markdown_table, milliseconds
+from sparsedp.bench.growth import MODELS, Click
+from sparsedp.report.speed.tables import images, markdown_table, megabytes, milliseconds
 
 Fits = dict[str, Mapping[str, Any]]  # by variant
 
@@ -43,15 +43,14 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         "rows of a table DP-SGD goes towards 1, and mechanisms that leave untouched rows alone stay at 0. Above 1, along the "
         "length of a sequence, are attention and norms in pairs of positions."
     )
-    parts.append("Times, in ms: best (median ± spread).")
+    parts.append("Times, in ms: best (median ± spread). Under each table the peak memory beyond the tables, in MB.")
     for model, kind in MODELS.items():
         for name, quantity in kind.quantities.items():
-            rows = [row for row in result["rows"] if row["model"] == model and row["quantity"] == name]
+            rows = rows_along(result, model, name)
             if rows:
-                parts.append(_times(quantity.title, rows, kind.variants))
-    if result["memory"]:
-        parts.append("Peak memory beyond the tables in MB, and as a share of them; each in a process of its own:")
-        parts.append(markdown_table(*memory_lines(result["memory"])))
+                parts.append(markdown_table(*lines_along(quantity.title, rows, kind.variants, milliseconds)))
+            if any("memory" in row for row in rows):
+                parts.append(markdown_table(*lines_along("MB", rows, kind.variants, megabytes)))
     for gone in result["left_out"]:
         setting = (Click if gone["model"] == "click" else tied.Setting)(**gone["setting"])
         names = ", ".join(MODELS[gone["model"]].variants[name] for name in gone["variants"])
@@ -84,28 +83,19 @@ def exponent(fit: Mapping[str, Any] | None) -> str:
     return f"{fit['exponent']:.2f}{error}{top}"
 
 
-def memory_lines(memory: Iterable[Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Head and lines of a table: variants over rows of a table."""
-    found = {(row["variant"], row["rows"]): row for row in memory}
-    sizes = sorted({rows for _, rows in found})
-    lines = []
-    for name, title in VARIANTS.items():
-        cells = [found.get((name, rows)) for rows in sizes]
-        if any(cells):
-            lines.append([title, *(_megabytes(row) for row in cells)])
-    return ["rows of a table", *(f"{rows:,}" for rows in sizes)], lines
+def rows_along(result: Mapping[str, Any], model: str, quantity: str) -> list[Mapping[str, Any]]:
+    return [row for row in result["rows"] if row["model"] == model and row["quantity"] == quantity]
 
 
-def _megabytes(row: Mapping[str, Any] | None) -> str:
-    return "-" if row is None else f"{row['bytes'] / 1e6:.1f} ({100 * row['share_of_tables']:.1f} %)"
-
-
-def _times(title: str, rows: Iterable[Mapping[str, Any]], variants: Mapping[str, str]) -> str:
+def lines_along(
+    title: str, rows: Iterable[Mapping[str, Any]], variants: Mapping[str, str], cell: Callable[[Mapping[str, Any]], str]
+) -> tuple[list[str], list[list[str]]]:
+    """Head and lines of a table: variants over the values of a quantity."""
     found = {(row["variant"], row["value"]): row for row in rows}
     values = sorted({value for _, value in found})
     lines = []
     for name, label in variants.items():
         cells = [found.get((name, value)) for value in values]
         if any(cells):
-            lines.append([label, *("-" if row is None else milliseconds(row) for row in cells)])
-    return markdown_table([title, *(f"{value:,}" for value in values)], lines)
+            lines.append([label, *("-" if row is None else cell(row) for row in cells)])
+    return [title, *(f"{value:,}" for value in values)], lines

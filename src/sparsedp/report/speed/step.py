@@ -7,7 +7,7 @@ from typing import Any
 
 from sparsedp.bench.step import STAGES
 from sparsedp.bench.varied import stages_of
-from sparsedp.report.speed.tables import images, markdown_table, milliseconds, times
+from sparsedp.report.speed.tables import images, markdown_table, megabytes, milliseconds, times
 
 _NAMES = {"dpsgd": "DP-SGD", "adafest": "AdaFEST", "eana": "EANA", "mlp": "MLP", "pctr": "pCTR"}
 
@@ -16,9 +16,16 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     rows = result["rows"]
     names = [f"{_NAMES[row['model']]}, {_NAMES[row['mechanism']]}" for row in rows]
     table = markdown_table(
-        ("model, mechanism", "plain", "private", "private / plain"),
+        ("model, mechanism", "plain", "private", "private / plain", "memory, MB: plain", "private"),
         (
-            [name, milliseconds(row["plain"]), milliseconds(row["private"]), times(row["ratio"])]
+            [
+                name,
+                milliseconds(row["plain"]),
+                milliseconds(row["private"]),
+                times(row["ratio"]),
+                megabytes({"memory": row["plain_memory"]} if "plain_memory" in row else {}),
+                megabytes(row),
+            ]
             for name, row in zip(names, rows)
         ),
     )
@@ -32,7 +39,7 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     return f"""## A step against plain PyTorch
 
 Batch {rows[0]["batch"]}; plain is `nn.Embedding(sparse=True)` with `SGD` and autograd. The MLP has
-no tables; pCTR has Criteo's vocabularies, times {result["scale"]:g}.
+no tables; pCTR has Criteo's vocabularies, times {result["scale"]:g}. Memory is the peak beyond the model.
 
 {table}
 

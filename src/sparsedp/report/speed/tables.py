@@ -26,6 +26,14 @@ def milliseconds(timing: Mapping[str, Any]) -> str:
     return f"{best:.{digits}f} ({median:.{digits}f} ± {spread:.{digits}f})"
 
 
+def megabytes(row: Mapping[str, Any], tables: int | None = None) -> str:
+    """A row's peak memory, with its share of the tables' bytes if these are given; a dash if it was not measured."""
+    if "memory" not in row:
+        return "-"
+    share = "" if tables is None else f" ({number(100 * row['memory'] / tables)} %)"
+    return f"{row['memory'] / 1e6:,.1f}{share}"
+
+
 def number(value: float) -> str:
     """With three digits, or all before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -7,15 +7,15 @@ from typing import Any
 
 from sparsedp.bench.tied import QUANTITIES, STAGES, VARIANTS, Setting
 from sparsedp.report.speed.tables import images, markdown_table, milliseconds, times
-from sparsedp.report.speed.varied import ratios_along, stage_lines
+from sparsedp.report.speed.varied import memory_along, ratios_along, stage_lines
 
 
 def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     base = [row for row in result["rows"] if row["base"]]
-    memory = {row["variant"]: row for row in result["memory"]}
+    largest_batches = {row["variant"]: row for row in result["largest"]}
     lines = []
     for row in base:
-        own = memory.get(row["variant"])
+        own = largest_batches.get(row["variant"])
         each = "-" if own is None else f"{own['bytes_each'] / 1e6:.1f}"
         largest = "-" if own is None or own["largest_batch"] is None else f"{own['largest_batch']:,}"
         lines.append(
@@ -44,8 +44,12 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     if base:
         pieces += [markdown_table(head, lines), stage_lines(base, VARIANTS, STAGES)]
     pieces += [
-        ratios_along(result["rows"], key, quantity, VARIANTS, "plain", "ratio_to_plain")
+        table
         for key, quantity in QUANTITIES.items()
+        for table in (
+            ratios_along(result["rows"], key, quantity, VARIANTS, "plain", "ratio_to_plain"),
+            memory_along(result["rows"], key, VARIANTS),
+        )
     ]
     pieces += [
         "The largest batch is a linear fit to peak memory, each in a process of its own (the DPFormer paper's figure 3). Ghost "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparsedp.report.speed.tables import images, markdown_table, milliseconds, number
+from sparsedp.report.speed.tables import images, markdown_table, megabytes, milliseconds, number
 
 
 def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
@@ -27,12 +27,13 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         f"Dim {result['dim']}, batch {result['batch']}, one id per unit (the DP-AdaFEST paper's Table 4).",
         time,
     ]
-    measured = [row for row in result["rows"] if "extra_memory" in row]
-    if measured:
-        shares = [f"{100 * row['extra_memory']['share_of_table']:.1f} %" for row in measured]
+    if any("memory" in row for row in result["rows"]):
+        shares = (
+            [f"{size:,}", *(megabytes(rows[size, v], 4 * result["dim"] * size) for v in variants)] for size in sizes
+        )
         pieces += [
-            f"Peak memory beyond the table of {measured[0]['rows']:,} rows, as a share of it, in a process of its own:",
-            markdown_table([row["variant"] for row in measured], [shares]),
+            "Peak memory beyond the table, in MB and as a share of it, each in a process of its own:",
+            markdown_table(("rows", *variants), shares),
         ]
     pieces += [
         "FEST's memory is its one-off selection, which ranks all rows. Against a plain step of a millisecond, a private one pays "
