@@ -24,7 +24,7 @@ from sparsedp.bench.baselines import MATERIALISED, dense_step
 from sparsedp.bench.peaks import Runs
 from sparsedp.bench.step import Workload, plain_step, private_run
 from sparsedp.bench.timing import Stopwatch, Timing, interleaved, machine, ratio
-from sparsedp.bench.varied import Memory, Quantity, available_memory, measure_varied
+from sparsedp.bench.varied import Memory, Quantity, available_memory, measure_varied, off_base
 from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, Mechanism
 from sparsedp.models.dlrm import DLRM, MLPERF_DIM, MLPERF_TABLES, dlrm_table_sizes
 
@@ -197,9 +197,7 @@ def bench_lazydp(
     rows, left_out = measure_varied(
         base, [(quantity, QUANTITIES[quantity]) for quantity in vary], names,
         lambda setting: _that_fit(_worth_while(names, setting, base), setting, available_memory()),
-        lambda setting, fitting: _measure(
-            setting, fitting, repeats if setting == base else -(-repeats // 2), slow_repeats
-        ),
+        lambda setting, fitting: _measure(setting, fitting, off_base(repeats, setting == base), slow_repeats),
         "not enough memory, or too slow to measure everywhere", say,
         Memory(memory_runs, lambda setting: replace(setting, gigabytes=0.001, batch=8)) if memory else None,
     )  # fmt: skip

@@ -19,7 +19,7 @@ from sparsedp.accounting import split_multiplier
 from sparsedp.bench.ghost import Batch, add_ghost, add_unit_gradients, dense_step, unit_losses
 from sparsedp.bench.peaks import Runs, peaks
 from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
-from sparsedp.bench.varied import Memory, Quantity, available_memory, measure_varied
+from sparsedp.bench.varied import Memory, Quantity, available_memory, measure_varied, off_base
 from sparsedp.engine import PrivacyEngine
 from sparsedp.mechanisms import DPSGD, AdaFEST, LazyDP, Mechanism
 from sparsedp.models import DPFormer
@@ -202,13 +202,14 @@ def bench_tied(
 ) -> dict[str, Any]:
     """Times all variants in turns at the base setting and along each quantity of `vary`. Returns what `--json` writes.
 
-    `gigabytes` is the memory for which the largest batch is stated: 16 as in figure 3.
+    Along the quantities there are half as many repeats. `gigabytes` is the memory for which the largest batch is stated: 16 as in figure 3.
     """
     names = [name for name in VARIANTS if name == "plain" or name in variants]
     rows, left_out = measure_varied(
         base, [(quantity, QUANTITIES[quantity]) for quantity in vary], names,
         lambda setting: [name for name in names if _working(name, setting) <= available_memory()],
-        lambda setting, fitting: _measure(setting, fitting, repeats, slow_repeats), "too much memory or time", say,
+        lambda setting, fitting: _measure(setting, fitting, off_base(repeats, setting == base), slow_repeats),
+        "too much memory or time", say,
         Memory(memory_runs, lambda setting: TINY) if memory else None,
     )  # fmt: skip
     measured = [row["variant"] for row in rows if row["base"]]

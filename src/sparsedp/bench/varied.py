@@ -72,6 +72,11 @@ def measure_varied(
     return rows, left_out
 
 
+def off_base(repeats: int, base: bool) -> int:
+    """Half as many repeats where a quantity is varied as at the base setting."""
+    return repeats if base else -(-repeats // 2)
+
+
 def stages_of(rows: Iterable[Mapping[str, Any]], order: Sequence[str]) -> list[str]:
     """The stages that some of the rows have: those of `order` first, in that order."""
     found = dict.fromkeys(stage for row in rows for stage in row["stages"])
