@@ -202,7 +202,8 @@ def bench_tied(
 ) -> dict[str, Any]:
     """Times all variants in turns at the base setting and along each quantity of `vary`. Returns what `--json` writes.
 
-    Along the quantities there are half as many repeats. `gigabytes` is the memory for which the largest batch is stated: 16 as in figure 3.
+    Along the quantities there are half as many repeats. `gigabytes` is the memory for which the largest batch is stated: 16 as
+    in figure 3.
     """
     names = [name for name in VARIANTS if name == "plain" or name in variants]
     rows, left_out = measure_varied(
