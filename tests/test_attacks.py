@@ -240,6 +240,12 @@ def _set_data(module: Any, x: torch.Tensor) -> None:
     module.seen.data = x.sum(0)
 
 
+def _behind_a_stand_in(module: Any, x: torch.Tensor) -> None:
+    kept, module.seen = module.seen, torch.zeros(3)
+    kept.data.add_(x.sum(0))
+    module.seen = kept
+
+
 WRITES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "in place": lambda m, x: m.seen.add_(x.sum(0)),
     ".data in place": lambda m, x: m.seen.data.add_(x.sum(0)),
@@ -251,6 +257,7 @@ WRITES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "trained parameter": _no_grad_update,
     "numpy": lambda m, x: m.seen.numpy().__iadd__(x.sum(0).numpy()),
     "out=": lambda m, x: torch.sum(x, 0, out=m.seen),
+    "behind a stand-in": _behind_a_stand_in,
 }
 
 

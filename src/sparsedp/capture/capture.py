@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -186,8 +186,11 @@ class Capture:
         with torch.enable_grad():
             self._anchor_node: Any = self._anchor.view_as(self._anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._handles: list[Any] = []
-        self._kept: dict[str, tuple[int, int]] = {}  # identity and version of what a forward pass must not change
-        self._storages: dict[int, str] | None = None  # of parameters and buffers; found when it is first asked for
+        # What a forward pass must not change: the module's tensors as it began, with identity and version; and where
+        # their memory is, found when somebody asks. Not the tensors of that moment: another may stand in for one.
+        self._before: list[tuple[str, Tensor]] = []
+        self._kept: dict[str, tuple[int, int]] = {}
+        self._storages: dict[int, str] | None = None
         self._glanced: Placed | None = None
         self._glanced_at: HasUnits | None = None
         self._batch: HasUnits = _Unnumbered(0)
@@ -254,6 +257,7 @@ class Capture:
             with torch._C.DisableTorchFunctionSubclass():
                 versions = self._versions()
             changed = [name for name, version in versions.items() if self._kept.get(name) != version]
+            self._before, self._storages = [], None
             if changed:
                 raise self._refuse_write(changed[0])
 
@@ -263,7 +267,7 @@ class Capture:
             self._mode.__exit__(None, None, None)
 
     def _versions(self) -> dict[str, tuple[int, int]]:
-        return {name: (id(tensor), tensor._version) for name, tensor in named_tensors(self._module)}
+        return _versions(named_tensors(self._module))
 
     def _refuse_write(self, name: str) -> UnsupportedError:
         return UnsupportedError(
@@ -276,7 +280,8 @@ class Capture:
         if torch.is_grad_enabled():
             _refuse_surroundings()
         with torch._C.DisableTorchFunctionSubclass():
-            self._kept = self._versions()
+            self._before = list(named_tensors(self._module))
+            self._kept = _versions(self._before)
         self._storages = None
         inputs = list(_all_tensors((args, kwargs), objects=True))
         self._batch = self._find_batch(inputs)
@@ -479,10 +484,10 @@ class Capture:
         return self._derive(name, func, args, kwargs, expressions, shared)
 
     def _whose_memory(self, tensor: Tensor) -> str | None:
-        """The parameter or buffer that has the tensor's memory, if any."""
+        """The parameter or buffer that had the tensor's memory when the forward pass began, if any."""
         with torch._C.DisableTorchFunctionSubclass():
             if self._storages is None:
-                self._storages = {own.untyped_storage().data_ptr(): name for name, own in named_tensors(self._module)}
+                self._storages = {own.untyped_storage().data_ptr(): name for name, own in self._before}
             return self._storages.get(tensor.untyped_storage().data_ptr())
 
     def _require_expression(self, tensor: Tensor, operation: str) -> Expression | None:
@@ -607,6 +612,10 @@ class Capture:
     def _where(self) -> str:
         where = next((name for name in reversed(self._stack) if name), "")
         return f" in module '{where}'" if where else ""
+
+
+def _versions(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
+    return {name: (id(tensor), tensor._version) for name, tensor in tensors}
 
 
 def named_tensors(module: nn.Module, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
