@@ -27,7 +27,7 @@ from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, LazyDP
 from sparsedp.models import DLRM
 from sparsedp.nn import sequence_loss
 from sparsedp.report.boundplots import write_bound_plots
-from sparsedp.report.speed.bound import section
+from sparsedp.report.speed.bound import difference_lines, section
 
 # ------------------------------------------------------------------ counting by hand
 
@@ -262,6 +262,22 @@ def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
     """MLPerf's networks take longer than everything that is tested here, which need not be warm."""
     monkeypatch.setattr(bound, "WARMUP", 0)
     monkeypatch.setattr(bound.lazydp, "DLRM", functools.partial(DLRM, bottom=(8,), top=(8,)))
+
+
+def test_where_a_private_step_takes_longer() -> None:
+    def row(variant: str, best: float, **stages: float) -> dict[str, Any]:
+        found = [{"stage": stage, "best": seconds} for stage, seconds in stages.items()]
+        return {"variant": variant, "best": best, "stages": [*found, {"stage": "the rest", "best": 0.001}]}
+
+    rows = [
+        row("plain", 0.031, forward=0.01, backward=0.015, update=0.005),
+        row("eana", 0.036, forward=0.012, backward=0.006, sums=0.008, norms=0.003, noise=0.002, update=0.004),
+    ]
+    head, lines = difference_lines(rows)
+    assert head == ["", "EANA"] and lines == [
+        ["forward", "2.0"], ["backward and sums, less backward", "-1.0"], ["noise and update, less update", "1.0"],
+        ["the rest", "0.0"], ["norms", "3.0"], ["all", "5.0"],
+    ]  # fmt: skip
 
 
 def test_all_rows_and_fields(narrow: None, tmp_path: Path) -> None:

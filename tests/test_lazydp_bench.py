@@ -212,10 +212,11 @@ def test_all_rows_and_fields() -> None:
     result = lazydp.bench_lazydp(TINY, vary=["skew"], repeats=1, slow_repeats=1, memory=False)
     skews = [row["setting"]["skew"] for row in result["rows"] if row["variant"] == "sgd"]
     assert skews == ["uniform", "low", "medium", "high"]
-    elsewhere = [name for name in lazydp.VARIANTS if name not in ("dpsgd_b", "dpsgd_r")]
+    slow = ["dpsgd_b", "dpsgd_r", "lazydp_unaggregated"]  # not measured everywhere
+    elsewhere = [name for name in lazydp.VARIANTS if name not in slow]
     assert [row["variant"] for row in result["rows"]] == list(lazydp.VARIANTS) + 3 * elsewhere
     assert result["base"] == asdict(TINY) and not any("memory" in row for row in result["rows"])
-    assert [gone["variants"] for gone in result["left_out"]] == [["dpsgd_b", "dpsgd_r"]] * 3
+    assert [gone["variants"] for gone in result["left_out"]] == [slow] * 3
     for row in result["rows"]:
         assert 0 < row["best"] <= row["median"] and row["spread"] >= 0 and row["repeats"] == 1
         assert row["varied"] == ["skew"] and row["base"] == (row["setting"]["skew"] == "uniform")
@@ -231,7 +232,7 @@ def test_settings_along_the_quantities() -> None:
     base = lazydp.Setting(gigabytes=4.0, batch=2048)
     values = {name: list(quantity.values(base)) for name, quantity in lazydp.QUANTITIES.items()}
     assert [s.batch for s in values["batch"]] == [1024, 2048, 4096]
-    assert [s.gigabytes for s in values["gigabytes"]] == pytest.approx([0.4, 1.2, 4, 8])
+    assert [s.gigabytes for s in values["gigabytes"]] == pytest.approx([0.4, 1.2, 4])
     assert [s.pooling for s in values["pooling"]] == [1, 10, 30]
     assert [s.skew for s in values["skew"]] == list(SKEWS)
     assert all(base in settings for settings in values.values())

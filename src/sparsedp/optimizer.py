@@ -86,10 +86,8 @@ class _Accumulated:
         self.touched = torch.empty(0, dtype=torch.long)  # global rows
         self.units = 0
         self.examples = 0
-        self.clipped = 0
-        self.norms = 0.0
-        self.mass = 0.0  # of the tables' gradients, and what the selection left of it
-        self.kept = 0.0
+        self.norms: list[Tensor] = []  # of the units' gradients
+        self.masses: list[tuple[Tensor, Tensor]] = []  # of the tables', squared, and what the selection left of them
 
     def touch(self, rows: Tensor) -> None:
         self.touched = torch.unique(torch.cat([self.touched, rows])) if self.touched.numel() else rows
@@ -374,8 +372,7 @@ class PrivateOptimizer(Optimizer):
             norms = self._norms(captured, touched, slots, selection)
         mine.units += captured.units
         mine.examples += captured.examples
-        mine.clipped += int((norms > self.plan.clipping.max_norm).sum())
-        mine.norms += float(norms.sum())
+        mine.norms.append(norms)
         mine.touch(touched_rows([captured], gradient.space))
         weights = self.plan.clipping.factors(norms) * (self._scale(captured) / self.plan.divisor)
         with self.stage("sums"):
@@ -400,19 +397,18 @@ class PrivateOptimizer(Optimizer):
         squares: dict[str, Tensor] = {}
         looked_up = touched.squared_norms(slots, known)
         if looked_up is not None:
-            mine.mass += float(looked_up.every.sum())
-            mine.kept += float(looked_up.selected.sum())
+            mine.masses.append((looked_up.every, looked_up.selected))
             squares.update(zip(looked_up.names, looked_up.selected))
         for name, uses in captured.uses.items():
             if name in squares:
                 continue
             own = captured.squared_norms(uses, known).double()
             if selection is not None and name in selection:
-                mine.mass += float(own.sum())
+                every = own
                 if len(selection[name]) < len(self._parameters[name]):
                     uses = captured.uses[name] = uses.restricted(selection[name], self._parameters[name][0].numel())
                     own = captured.squared_norms(uses, known).double()
-                mine.kept += float(own.sum())
+                mine.masses.append((every, own))
             squares[name] = own
         total = torch.stack(list(squares.values())).sum(0)
         # Beyond this, a clip factor would be too small a number to be exact in float32.
@@ -534,5 +530,8 @@ class PrivateOptimizer(Optimizer):
             dim = self._parameters[name].shape[1:].numel()
             reports[name] = TableStep(rows, dim, own, all_selected, all_selected - hit)
         units = max(done.units, 1)
-        kept = done.kept / done.mass if done.mass > 0 else 1.0
-        return StepReport(step, done.units, done.clipped / units, done.norms / units, kept, reports, done.examples)
+        clipped = sum(int((norms > self.plan.clipping.max_norm).sum()) for norms in done.norms)
+        mean = sum(float(norms.sum()) for norms in done.norms) / units
+        mass = sum(float(every.sum()) for every, _ in done.masses)
+        kept = sum(float(selected.sum()) for _, selected in done.masses) / mass if mass > 0 else 1.0
+        return StepReport(step, done.units, clipped / units, mean, kept, reports, done.examples)

@@ -177,7 +177,7 @@ def _batch_over(upper: str, lower: str) -> Ours:
     """Of `bench tied`, a variant's largest batch over another's."""
 
     def ours(results: Results) -> float | None:
-        largest = {row["variant"]: row["largest_batch"] for row in results.get("tied", {}).get("memory", ())}
+        largest = {row["variant"]: row["largest_batch"] for row in results.get("tied", {}).get("largest", ())}
         above, below = largest.get(upper), largest.get(lower)
         return above / below if above and below else None
 

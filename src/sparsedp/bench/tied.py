@@ -208,7 +208,7 @@ def bench_tied(
     names = [name for name in VARIANTS if name == "plain" or name in variants]
     rows, left_out = measure_varied(
         base, [(quantity, QUANTITIES[quantity]) for quantity in vary], names,
-        lambda setting: [name for name in names if _working(name, setting) <= available_memory()],
+        lambda setting: [name for name in _worth_while(names, setting, base) if _working(name, setting) <= available_memory()],
         lambda setting, fitting: _measure(setting, fitting, off_base(repeats, setting == base), slow_repeats),
         "too much memory or time", say,
         Memory(memory_runs, lambda setting: TINY) if memory else None,
@@ -227,6 +227,11 @@ def bench_tied(
         "largest": largest_batches(base, measured, gigabytes) if memory else [],
         "left_out": left_out,
     }
+
+
+def _worth_while(names: Sequence[str], setting: Setting, base: Setting) -> list[str]:
+    """The baselines are measured over vocabularies alone."""
+    return [name for name in names if name not in SLOW or replace(setting, items=base.items) == base]
 
 
 def _working(name: str, setting: Setting) -> float:

@@ -14,7 +14,7 @@ from sparsedp.cli.progress import Lines
 WORKLOADS = ("pctr", "dlrm", "dual", "tied", "tied_softmax", "tied_candidates")
 FULL = {
     "batch": 2048, "scale": 1.0, "gigabytes": 1.0, "labels": 1_000_000, "items": 3400, "length": 100, "sequences": 64,
-    "repeats": 10,
+    "repeats": 15,
 }  # fmt: skip
 QUICK = {
     "batch": 128, "scale": 0.05, "gigabytes": 0.02, "labels": 5000, "items": 300, "length": 20, "sequences": 8, "repeats": 2,

@@ -12,7 +12,7 @@ from sparsedp.cli.progress import Lines
 
 VARIED = ("batch", "tables", "dim", "rows", "length")  # as in sparsedp.bench.growth, which is only loaded to measure
 FULL = {
-    "batch": 1024, "tables": 8, "rows": 100_000, "dim": 32, "items": 3400, "length": 64, "sequences": 32, "repeats": 12,
+    "batch": 1024, "tables": 8, "rows": 100_000, "dim": 32, "items": 3400, "length": 64, "sequences": 32, "repeats": 8,
     "slow_repeats": 4,
 }  # fmt: skip
 QUICK = {

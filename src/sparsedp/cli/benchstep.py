@@ -19,7 +19,7 @@ from sparsedp.cli.benchtables import (
 )
 
 MODELS = ("mlp", "pctr")
-FULL = {"batch": 2048, "repeats": 20, "scale": 1.0}
+FULL = {"batch": 2048, "repeats": 40, "scale": 1.0}
 QUICK = {"batch": 256, "repeats": 5, "scale": 0.1}
 
 

@@ -43,6 +43,8 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         parts.append(f"### {mine[0]['title']}")
         parts.append(f"{mine[0]['setting']}; a batch touches {mine[0]['rows_touched']:,} rows.")
         parts.append(markdown_table(STAGE_HEAD, stage_lines(mine)))
+        parts.append("What a private step takes longer than PyTorch's, ms, where it takes it:")
+        parts.append(markdown_table(*difference_lines(mine)))
     parts += ["### The machine, at best", markdown_table(("what", "in a second"), rate_lines(result["rates"]))]
     if shown := images(plots, "bound_"):
         parts.append(shown)
@@ -82,6 +84,31 @@ def stage_lines(rows: Rows) -> list[list[str]]:
                 ]
             )
     return lines
+
+
+# The stages of a private step, as those of a plain one that they stand for; what is left is privacy's own.
+_COUNTERPARTS = {
+    "forward": ("forward",),
+    "backward": ("backward", "sums"),
+    "update": ("noise", "update"),
+    "the rest": ("the rest",),
+}
+_OWN = ("settling", "collect", "selection", "norms")
+
+
+def difference_lines(rows: Rows) -> tuple[list[str], list[list[str]]]:
+    """Head and lines of a table, of the variants of one workload: their best stages less those of the plain step."""
+    plain, *others = ({stage["stage"]: stage["best"] or 0.0 for stage in row["stages"]} for row in rows)
+    lines = []
+    for stage, own in _COUNTERPARTS.items():
+        more = [1e3 * (sum(other.get(part, 0.0) for part in own) - plain.get(stage, 0.0)) for other in others]
+        label = stage if own == (stage,) else f"{' and '.join(own)}, less {stage}"
+        lines.append([label, *(f"{value:.1f}" for value in more)])
+    for stage in _OWN:
+        if any(stage in other for other in others):
+            lines.append([stage, *(f"{1e3 * other[stage]:.1f}" if stage in other else "-" for other in others)])
+    lines.append(["all", *(f"{1e3 * (row['best'] - rows[0]['best']):.1f}" for row in rows[1:])])
+    return ["", *(VARIANTS[row["variant"]] for row in rows[1:])], lines
 
 
 def rate_lines(rates: Mapping[str, Any]) -> list[list[str]]:

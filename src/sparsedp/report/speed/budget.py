@@ -104,4 +104,14 @@ def section(results: Results) -> str:
         return ""
     quick = any(result.get("command", "").endswith("--quick") for result in results.values())
     note = "Parts were run with `--quick`, at sizes for which the budget is not meant.\n\n" if quick else ""
-    return f"## The budget\n\n{note}" + markdown_table(("what", "where", "budget", "measured", "met"), lines)
+    table = markdown_table(("what", "where", "budget", "measured", "met"), lines)
+    return f"## The budget\n\n{note}{table}{_WHY if any(line[-1] == 'no' for line in lines) else ''}"
+
+
+_WHY = """
+
+What is not met, and why. A private step has a plain one's matrix products, which are most of it, so it cannot be faster by more
+than what plain PyTorch wastes on sparse gradients. [Below](#what-a-step-has-to-take), every stage stands beside the least that
+this machine could take for it, and beside plain PyTorch's: norms read all activations and gradients once more, the distinct rows
+have to be found, and Python takes its time for each operation that is captured and each table that is settled, 26 times in a step
+of pCTR or DLRM. Against dense DP-SGD, AdaFEST's step on one table is all Python: it moves less than a megabyte."""

@@ -16,7 +16,7 @@ def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 def _is_number(cell: str) -> bool:
     """As these tables write them, with or without a unit."""
-    return cell in ("", "-") or cell[0].isdigit()
+    return cell in ("", "-") or cell.lstrip("-")[0].isdigit()
 
 
 def milliseconds(timing: Mapping[str, Any]) -> str:
