@@ -246,6 +246,19 @@ def _behind_a_stand_in(module: Any, x: torch.Tensor) -> None:
     module.seen = kept
 
 
+def _swap_tensors(module: Any, x: torch.Tensor) -> None:
+    other = torch.zeros(3)
+    torch.utils.swap_tensors(module.seen, other)
+    other.data.copy_(x.sum(0))
+    torch.utils.swap_tensors(module.seen, other)
+
+
+def _fresh_buffer(module: Any, x: torch.Tensor) -> None:
+    module._buffers["seen"] = torch.zeros(3)
+    module.frozen.data.zero_()  # a change that is permitted, which must not excuse the other one
+    module._buffers["seen"].data.copy_(x.sum(0))
+
+
 WRITES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "in place": lambda m, x: m.seen.add_(x.sum(0)),
     ".data in place": lambda m, x: m.seen.data.add_(x.sum(0)),
@@ -258,6 +271,9 @@ WRITES: dict[str, Callable[[Any, torch.Tensor], Any]] = {
     "numpy": lambda m, x: m.seen.numpy().__iadd__(x.sum(0).numpy()),
     "out=": lambda m, x: torch.sum(x, 0, out=m.seen),
     "behind a stand-in": _behind_a_stand_in,
+    "swapped": _swap_tensors,
+    "a fresh one": _fresh_buffer,
+    "lists": lambda m, x: torch._foreach_copy_([m.seen.data], [x.sum(0)]),
 }
 
 
@@ -270,6 +286,15 @@ def test_data_kept_in_the_module(case: str, grad: bool) -> None:
     (x,) = next(iter(loader))
     with pytest.raises(UnsupportedError, match=r"seen|frozen|linear|numpy"), torch.set_grad_enabled(grad):
         module(x)
+
+
+def test_a_sparse_buffer() -> None:
+    """Such as a graph's adjacency: its product with activations mixes all units."""
+    module = nn.Linear(3, 1)
+    module.register_buffer("graph", torch.eye(8).to_sparse())
+    engine, module, optimizer, loader = make_private(module, loader_of(torch.randn(64, 3), batch_size=8))
+    with pytest.raises(UnsupportedError, match="'graph' is a sparse tensor"):
+        module(next(iter(loader))[0])
 
 
 def test_state_that_does_not_depend_on_data_is_fine() -> None:
@@ -526,3 +551,81 @@ def test_branches_of_a_run_do_not_share_steps(tmp_path: Path) -> None:
     assert (second[0].ledger.steps, second[0].ledger.abandoned) == (5, 12)
     second[0].load_checkpoint(tmp_path / "late.pt")
     assert (second[0].ledger.steps, second[0].ledger.abandoned) == (10, 7)
+
+
+# ---------------------------------------------------------------------- memory that a loop uses again
+
+
+@pytest.mark.parametrize("height", [1, 4])
+@pytest.mark.parametrize("mechanism", [sparsedp.LazyDP(), sparsedp.EANA(), sparsedp.DPSGD()], ids=lambda m: m.name)
+def test_one_tensor_for_all_physical_batches(mechanism: sparsedp.Mechanism, height: int) -> None:
+    """Where a selection waits for the last of them, all would have the last one's data, and its unit count many times."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.linear = nn.Embedding(10, 2), nn.Linear(5, height, bias=False)
+
+        def forward(self, ids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).sum(1) + self.table(ids).sum(1)
+
+    def run(reuse: str) -> torch.Tensor:
+        torch.manual_seed(0)
+        ids, x = torch.arange(8), torch.zeros(8, 5)
+        x[7, 4] = 100.0
+        model = Model()
+        before = model.linear.weight.detach().clone()
+        engine, module, optimizer, loader = make_private(
+            model, loader_of(ids, x, batch_size=8), mechanism=mechanism, noise_multiplier=0.0, poisson_sampling=False,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0), max_physical_batch=1,
+        )  # fmt: skip
+        for own_ids, own in loader:
+            if reuse == "inputs":
+                own = buffer.copy_(own)
+            if reuse == "ids":
+                own_ids = places.copy_(own_ids)
+            optimizer.zero_grad()
+            nn.functional.softplus(module(own_ids, own)).mean().backward()
+            optimizer.step()
+        return 8 * (module.linear.weight.detach() - before)[:, 4].norm()
+
+    buffer, places = torch.zeros(1, 5), torch.zeros(1, dtype=torch.long)
+    assert run("nothing") <= 1 + 1e-5
+    if height == 1 or not mechanism.selects:  # of one output, the gradients are written out
+        assert run("inputs") <= 1 + 1e-5
+    else:
+        with pytest.raises(UnsupportedError, match="new tensor for every batch"):
+            run("inputs")
+    if not mechanism.selects:
+        assert run("ids") <= 1 + 1e-5
+    else:
+        with pytest.raises(UnsupportedError, match="new tensor for every batch"):
+            run("ids")
+
+
+@pytest.mark.parametrize("height", [1, 3])
+def test_huge_inputs_with_tiny_gradients(height: int) -> None:
+    """Scaled by its clip factor, the gradient would be so small that float32 rounds it by a third, and then times the input."""
+    moved = []
+    for part in range(12, 41):
+        module = nn.Linear(256, height, bias=False)
+        weight = torch.zeros(height, 256)
+        weight[:, 0] = -85.0
+        module.weight.data.copy_(weight)
+        x = torch.zeros(512, 256)
+        x[0], x[0, 0] = part / 40 * 3.4e38, 1.0
+        engine, module, optimizer, loader = make_private(
+            module, loader_of(x, batch_size=512), noise_multiplier=0.0, max_grad_norm=0.01, poisson_sampling=False,
+            optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
+        )  # fmt: skip
+        try:
+            for (own,) in loader:
+                optimizer.zero_grad()
+                nn.functional.softplus(module(own)).sum(1).mean().backward()
+                optimizer.step()
+        except sparsedp.NonFiniteGradientError:
+            continue
+        change = (module.weight.detach() - weight).double()
+        change[:, 0] = 0
+        moved.append(float(change.norm()) * 512 / 0.01)
+    assert max(moved, default=0.0) <= 1 + 1e-5

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
@@ -22,7 +23,7 @@ import sparsedp
 from sparsedp.lazy.pace import Coefficients, Pace
 from sparsedp.lazy.tables import STEP
 from sparsedp.noise import WAITING, GaussianNoise, row_normals
-from support import loader_of
+from support import Clicks, clicks, loader_of, make_private, train
 
 ROWS, UNITS, STEPS, LONG = 40, 120, 60, 250
 
@@ -659,3 +660,18 @@ def test_compilers_wait_until_the_engine_is_closed(name: str, mechanism: sparsed
     run.engine.close()
     with torch.no_grad():
         COMPILERS[name](run.module, ids)
+
+
+@pytest.mark.parametrize("ids", ["vmap", "meta"])
+def test_ids_without_memory_leave_the_run_as_it_is(ids: str) -> None:
+    engine, module, optimizer, loader = make_private(
+        Clicks(), loader_of(*clicks(64), batch_size=8), mechanism=sparsedp.LazyDP()
+    )
+    train(module, optimizer, loader)
+    places = torch.arange(6)
+    with pytest.raises((RuntimeError, NotImplementedError)), torch.no_grad():
+        if ids == "vmap":
+            torch.vmap(lambda own: F.embedding(own, module.table.weight))(places)
+        else:
+            F.embedding(places.to("meta"), module.table.weight)
+    assert module.state_dict()["table.weight"].isfinite().all()

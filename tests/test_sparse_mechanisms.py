@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -516,3 +517,40 @@ def test_scores_of_neighbours_move_apart_by_at_most_twice_the_clip() -> None:
         moved = whole - scores(torch.cat([ids[:unit], ids[unit + 1 :]]))
         assert np.abs(moved).max() <= clip * (1 + 1e-4)
         assert moved.max() - moved.min() <= 2 * clip * (1 + 1e-4)
+
+
+@pytest.mark.parametrize("rows", [100, 70_000])
+@pytest.mark.parametrize("chosen", [slice(0, 5), slice(5, 10)])
+def test_a_table_of_width_1_that_is_multiplied(rows: int, chosen: slice) -> None:
+    """x @ table.weight: its one row of all elements is no row of the table."""
+
+    class Wide(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(rows, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x @ self.table.weight).squeeze(1)
+
+    torch.manual_seed(0)
+    counts = torch.zeros(rows)
+    counts[chosen] = 10.0
+    x = (torch.rand(16, rows) < 0.3).float()
+    module = Wide()
+    before = module.table.weight.detach().clone()
+    engine, module, optimizer, loader = make_private(
+        module, loader_of(x, batch_size=16), noise_multiplier=0.0, max_grad_norm=100.0, poisson_sampling=False,
+        mechanism=sparsedp.FEST(k=5, counts={"table.weight": counts}),
+        optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the whole table is used
+        for (own,) in loader:
+            optimizer.zero_grad()
+            module(own).mean().backward()
+            optimizer.step()
+    wanted = torch.zeros(rows, 1)
+    wanted[chosen] = x.mean(0)[chosen, None]
+    torch.testing.assert_close(before - module.table.weight.detach(), wanted)
+    assert optimizer.last_step.kept_mass == pytest.approx(float(x[:, chosen].sum() / x.sum()), rel=1e-4)
+    assert optimizer.last_step.mean_norm == pytest.approx(float(x[:, chosen].sum(1).sqrt().mean()), rel=1e-4)

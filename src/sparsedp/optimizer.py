@@ -10,13 +10,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from dp_accounting import DpEvent
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Capture, Captured, RowNorms, RowSpace, TouchedRows, named_tensors
-from sparsedp.capture.kernels import find, move_rows
+from sparsedp.capture.kernels import LARGEST, find, move_rows
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnsupportedError
 from sparsedp.gradient import NoisyGradient
 from sparsedp.lazy import LazyTables
@@ -26,8 +25,6 @@ from sparsedp.nn.fallback import keep_selection
 from sparsedp.noise import PREPARATION, SELECTION, WAITING, GaussianNoise, RandomKey
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import BatchInfo
-
-_LARGEST = 1e30  # norm of a unit's gradient
 
 
 @dataclass(frozen=True)
@@ -131,7 +128,6 @@ class PrivateOptimizer(Optimizer):
         self.ledger = ledger
         self.noise = noise
         self._last: StepReport | Callable[[], StepReport] | None = None
-        self._events: dict[int | None, DpEvent] = {}  # of a step on each span
         self.mixed = False  # whether weights are in part those of a checkpoint that is being loaded
         # Entered around each stage of a step; benchmarks put a stopwatch here.
         self.stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
@@ -258,9 +254,13 @@ class PrivateOptimizer(Optimizer):
 
     def _take(self, batch: BatchInfo, captured: Captured) -> None:
         with _unguarded():
+            if batch.first and batch.last:
+                captured.kept.clear()  # nothing can change their memory before they are used
             if self.plan.mechanism.selects:
+                captured.hold()
                 self._held.append(captured)
             else:
+                captured.kept.clear()
                 if self._accumulated.gradient is None:
                     self._accumulated.gradient = self._begin(None)
                 self._accumulate(captured, self._accumulated.gradient)
@@ -412,11 +412,11 @@ class PrivateOptimizer(Optimizer):
             squares[name] = own
         total = torch.stack(list(squares.values())).sum(0)
         # Beyond this, a clip factor would be too small a number to be exact in float32.
-        if not (total < _LARGEST**2).all():
-            infinite = [name for name, own in squares.items() if not (own < _LARGEST**2).all()]
+        if not (total < LARGEST**2).all():
+            infinite = [name for name, own in squares.items() if not (own < LARGEST**2).all()]
             raise NonFiniteGradientError(
-                f"The gradient of parameter '{(infinite or list(squares))[0]}' is NaN or infinite, or larger than "
-                f"{_LARGEST:g}, for some unit. The step was not taken."
+                f"The gradient of parameter '{(infinite or list(squares))[0]}', or an input that it is made of, is NaN or "
+                f"infinite, or larger than {LARGEST:g}, for some unit. The step was not taken."
             )
         return total.sqrt() * self._scale(captured)
 
@@ -428,9 +428,7 @@ class PrivateOptimizer(Optimizer):
             gradient = self._gradient(step)
         done, self._accumulated, self._held = self._accumulated, _Accumulated(), []
         # Written first: if the update is interrupted, the budget counts as spent.
-        if span not in self._events:
-            self._events[span] = self.plan.step_event(span)
-        self.ledger.record(self._events[span], scope=span)
+        self.ledger.record(self.plan.step_event(span), scope=span)
         try:
             with self.stage("update"):
                 with _unguarded():
@@ -452,6 +450,8 @@ class PrivateOptimizer(Optimizer):
         if not mechanism.selects:
             assert self._accumulated.gradient is not None
             return self._accumulated.gradient
+        for captured in self._held:
+            captured.require_unchanged()  # since its own step(): a loop may use one tensor for all physical batches
         with self.stage("selection"):
             selection = mechanism.select(self._held, self._step_context(step, tables))
         gradient = self._begin(selection)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,6 +64,7 @@ class Record:
 
     finish: Callable[[Tensor], Placed]
     batch: HasUnits
+    kept: list[Kept]  # what `finish` makes uses of
     grad: Tensor | None = None
 
 
@@ -101,7 +102,8 @@ class Kept:
         if self._tensor._version != self._version:
             raise UnsupportedError(
                 f"The input of operation '{self._operation}' on parameter {self._names}{self._where} was modified in place "
-                "before step(), so its gradient cannot be formed. Use the operation that returns a new tensor."
+                "before step(), or before the last physical batch's step() where a selection waits for it, so its gradient "
+                "cannot be formed. Use the operation that returns a new tensor, and a new tensor for every batch."
             )
         return self._tensor
 
@@ -132,11 +134,24 @@ class Captured:
     uses: dict[str, ParameterUses]
     _touched: TouchedRows | None = None
     owners: Tensor | None = None
+    kept: list[Kept] = field(default_factory=list)  # tensors that the uses share their memory with
     _grouped: Grouping | None = None
 
     @property
     def examples(self) -> int:
         return self.units if self.owners is None else len(self.owners)
+
+    def hold(self) -> None:
+        """Before other batches come: what no use shares its memory with need not stay."""
+        uses = [use for own in self.uses.values() for use in (*own.lookups, *own.linears, *own.builts, *own.softmaxes)]
+        tensors = [value for use in uses for value in vars(use).values() if isinstance(value, Tensor)]
+        memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.kept = [kept for kept in self.kept if kept.get().untyped_storage().data_ptr() in memory]
+
+    def require_unchanged(self) -> None:
+        """Raises if the memory of uses was changed since."""
+        for kept in self.kept:
+            kept.get()
 
     def touched(self, space: RowSpace) -> TouchedRows:
         """The lookups grouped by row, which is done once."""
@@ -186,11 +201,11 @@ class Capture:
         with torch.enable_grad():
             self._anchor_node: Any = self._anchor.view_as(self._anchor).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
         self._handles: list[Any] = []
-        # What a forward pass must not change: the module's tensors as it began, with identity and version; and where
-        # their memory is, found when somebody asks. Not the tensors of that moment: another may stand in for one.
-        self._before: list[tuple[str, Tensor]] = []
+        # What a forward pass must not change: identity and version of the module's tensors as it began, and their memory.
+        # Later, another tensor may stand in for one.
         self._kept: dict[str, tuple[int, int]] = {}
-        self._storages: dict[int, str] | None = None
+        self._storages: dict[int, list[tuple[str, Tensor]]] = {}
+        self._keeping: list[Kept] = []  # for the next record
         self._glanced: Placed | None = None
         self._glanced_at: HasUnits | None = None
         self._batch: HasUnits = _Unnumbered(0)
@@ -255,9 +270,9 @@ class Capture:
         self._leave()
         if not self._stack:
             with torch._C.DisableTorchFunctionSubclass():
-                versions = self._versions()
+                versions = _versions(named_tensors(self._module))
             changed = [name for name, version in versions.items() if self._kept.get(name) != version]
-            self._before, self._storages = [], None
+            self._storages = {}
             if changed:
                 raise self._refuse_write(changed[0])
 
@@ -265,9 +280,6 @@ class Capture:
         self._stack.pop()
         if not self._stack:
             self._mode.__exit__(None, None, None)
-
-    def _versions(self) -> dict[str, tuple[int, int]]:
-        return _versions(named_tensors(self._module))
 
     def _refuse_write(self, name: str) -> UnsupportedError:
         return UnsupportedError(
@@ -280,9 +292,15 @@ class Capture:
         if torch.is_grad_enabled():
             _refuse_surroundings()
         with torch._C.DisableTorchFunctionSubclass():
-            self._before = list(named_tensors(self._module))
-            self._kept = _versions(self._before)
-        self._storages = None
+            tensors = list(named_tensors(self._module))
+            self._kept, self._storages, self._keeping = _versions(tensors), {}, []
+            for name, tensor in tensors:
+                if tensor.layout != torch.strided:
+                    raise UnsupportedError(
+                        f"'{name}' is a sparse tensor. What it does to the units of a batch cannot be followed. Use a dense "
+                        "one, or look rows up by their ids."
+                    )
+                self._storages.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
         inputs = list(_all_tensors((args, kwargs), objects=True))
         self._batch = self._find_batch(inputs)
         for tensor in inputs:
@@ -323,7 +341,7 @@ class Capture:
             for name, use in record.finish(record.grad):
                 uses.setdefault(name, []).append(use)
             record.grad = None
-        return _captured(batch, uses)
+        return _captured(batch, uses, [kept for record in tape for kept in record.kept])
 
     def glance(self, run: Callable[[], Any], batch: HasUnits | None = None) -> Captured:
         """The uses of one forward pass, `run()`, without a backward pass: their gradients are zero.
@@ -386,7 +404,7 @@ class Capture:
         """Returns `out` such that its gradient, when it arrives, is kept with `finish`."""
         if self._glanced is not None:
             self._glanced += finish(out.detach().new_zeros(()).expand(out.shape))
-        record = Record(finish, self._batch)
+        record, self._keeping = Record(finish, self._batch, self._keeping), []
 
         def receive(grad: Tensor) -> None:
             self._receive(record, grad)
@@ -404,7 +422,10 @@ class Capture:
         return out
 
     def keep(self, tensor: Tensor, operation: str, names: str) -> Kept:
-        return Kept(tensor, operation, names, self._where())
+        """For what a rule needs after backward: before it calls `record`."""
+        kept = Kept(tensor, operation, names, self._where())
+        self._keeping.append(kept)
+        return kept
 
     def expression(self, tensor: Any) -> Expression | None:
         """What is known of a tensor that depends on private parameters alone; None for any other."""
@@ -466,6 +487,8 @@ class Capture:
                 f"A parameter or buffer was turned into a numpy array during forward{self._where()}, where changes to it "
                 "cannot be seen. Use torch operations."
             )
+        if data and name.startswith("_foreach_") and name.endswith("_"):
+            self._refuse_foreach(args[0])
         target = _written(name, args, kwargs)
         if target is not None:
             return self._write(name, func, args, kwargs, target, data, expressions)
@@ -486,9 +509,16 @@ class Capture:
     def _whose_memory(self, tensor: Tensor) -> str | None:
         """The parameter or buffer that had the tensor's memory when the forward pass began, if any."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self._storages is None:
-                self._storages = {own.untyped_storage().data_ptr(): name for name, own in self._before}
-            return self._storages.get(tensor.untyped_storage().data_ptr())
+            found = self._storages.get(tensor.untyped_storage().data_ptr()) if tensor.layout == torch.strided else None
+        return found[0][0] if found else None
+
+    def _refuse_foreach(self, targets: Any) -> None:
+        """An operation that changes many tensors in place, some of it by data of the batch."""
+        for tensor in targets:
+            protected = self._whose_memory(tensor)
+            if protected is not None:
+                raise self._refuse_write(protected)
+            self._info[tensor] = UnitData(None)
 
     def _require_expression(self, tensor: Tensor, operation: str) -> Expression | None:
         found = self.expression(tensor)
@@ -514,8 +544,11 @@ class Capture:
         if protected is not None:
             if data:
                 raise self._refuse_write(protected)
+            memory = target.untyped_storage().data_ptr()
             out = func(*args, **kwargs)
-            self._kept = self._versions()  # changed without looking at the batch, such as spectral_norm's vectors
+            # Changed without looking at the batch, such as spectral_norm's vectors. Only these: elsewhere, something else
+            # may have happened.
+            self._kept |= _versions(self._storages[memory])
             return out
         if made and any(expression.tensor is target for expression in made):
             instead = "use the form that returns a new tensor"
@@ -633,9 +666,9 @@ def named_tensors(module: nn.Module, buffers: bool = True) -> Iterator[tuple[str
         left += [(f"{prefix}{name}.", child) for name, child in part._modules.items() if child is not None]
 
 
-def _captured(batch: HasUnits, uses: dict[str, list[Use]]) -> Captured:
+def _captured(batch: HasUnits, uses: dict[str, list[Use]], kept: list[Kept] | None = None) -> Captured:
     merged = {name: ParameterUses.of(found).written_out() for name, found in uses.items()}
-    return Captured(batch.units, merged, owners=batch.owners)
+    return Captured(batch.units, merged, owners=batch.owners, kept=kept or [])
 
 
 @dataclass(frozen=True)

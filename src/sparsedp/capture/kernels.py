@@ -11,6 +11,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+LARGEST = 1e30  # norm of a unit's gradient, and of whatever it is a product of
 _COMPILED_TYPES = (torch.float32, torch.float64)
 # Rows longer than this are read faster by torch's vectorised reduction.
 _SHORT_ROW = 128
@@ -65,7 +66,11 @@ def find(ascending: Tensor, wanted: Tensor) -> Tensor:
 
 
 def squared_rows(x: Tensor) -> Tensor:
-    """Squared norm of each row of x (n, d), float64. Beyond the range of float32, too."""
+    """Squared norm of each row of x (n, d), float64, beyond the range of float32, too; infinite from LARGEST on.
+
+    A factor of a gradient that is larger than that may meet one that is so small, times a clip factor, that float32 has few
+    digits left for it.
+    """
     if x.ndim == 2 and x.shape[1] <= _SHORT_ROW and compiled(x):
         flat, stride = _flat(x)
         return torch.from_numpy(_squared_rows(flat, stride, *x.shape))
@@ -73,9 +78,10 @@ def squared_rows(x: Tensor) -> Tensor:
     if x.dtype != torch.float64:
         # Rows whose squares leave float32's range are computed again with more of it.
         odd = (~((norms > 1e-16) & (norms < 1e16))).nonzero(as_tuple=True)
-        if odd[0].numel():
-            norms[odd] = torch.linalg.vector_norm(x[odd].double(), dim=-1)
-    return norms.square()
+        if not odd[0].numel():
+            return norms.square()
+        norms[odd] = torch.linalg.vector_norm(x[odd].double(), dim=-1)
+    return norms.masked_fill_(~(norms < LARGEST), torch.inf).square()
 
 
 def add_rows(
@@ -189,7 +195,7 @@ def _squared_rows(x: np.ndarray, stride: int, rows: int, width: int) -> np.ndarr
         for j in range(width):
             value = np.float64(row[j])
             total += value * value
-        squares[i] = total
+        squares[i] = total if total < LARGEST**2 else np.inf
     return squares
 
 

@@ -86,7 +86,10 @@ class Linear:
         return first, first + self.grad.shape[2]
 
     def build(self) -> Built:
-        values = torch.einsum("bpo,bpi->boi", self.grad, self.inputs)
+        if self.inputs.shape[1] == 1:
+            values = self.grad[:, 0, :, None] * self.inputs[:, 0, None, :]
+        else:
+            values = torch.einsum("bpo,bpi->boi", self.grad, self.inputs)
         return Built(values.flatten(1), self.offset)
 
 
@@ -211,9 +214,16 @@ class ParameterUses:
             return outside(torch.arange(first, last, device=rows.device))
 
         lookups = [replace(lookup, ids=lookup.ids.masked_fill(outside(lookup.ids), -1)) for lookup in self.lookups]
-        linears = [replace(linear, grad=linear.grad.masked_fill(hidden(*linear.rows), 0)) for linear in self.linears]
+        linears, written = [], []
+        for linear in self.linears:
+            if width == 1 and linear.grad.shape[2] == 1:  # a row of all elements is as well one element of every row
+                linear = Linear(linear.grad, linear.inputs, linear.offset)
+            if linear.inputs.shape[2] == width and linear.offset % width == 0:
+                linears.append(replace(linear, grad=linear.grad.masked_fill(hidden(*linear.rows), 0)))
+            else:  # its rows are not the table's
+                written.append(linear.build())
         builts = []
-        for built in self.builts:
+        for built in [*self.builts, *written]:
             first, last = built.span
             unseen = hidden(first // width, (last - 1) // width + 1).repeat_interleave(width)
             start = first - first // width * width
@@ -287,7 +297,7 @@ def _merge_linears(linears: list[Linear]) -> list[Linear]:
 def _is_smaller_built(linear: Linear) -> bool:
     _, positions, width = linear.inputs.shape
     height = linear.grad.shape[2]
-    return positions > 1 and width * height <= min(_SMALL, positions * (width + height))
+    return width * height <= min(_SMALL, positions * (width + height))
 
 
 def _merge_builts(builts: list[Built]) -> list[Built]:

@@ -103,8 +103,10 @@ class LazyTables:
         table = group.tables[name]
         if table.settled >= group.pace.steps or not table.awake:
             return
+        flat = ids.reshape(-1)
+        flat.cpu().numpy()  # ids without memory, such as torch.vmap's, fail here: later, rows would be claimed without noise
         with self._settling(table):
-            claimed = kernels.claim(table.since, ids.reshape(-1), group.pace.steps)
+            claimed = kernels.claim(table.since, flat, group.pace.steps)
             if claimed is not None:
                 self._make_momentum(group, table)
                 rows, since = claimed
