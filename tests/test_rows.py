@@ -55,9 +55,10 @@ def test_find(path: str, size: int) -> None:
 @pytest.mark.parametrize("width", [1, 16, 200])
 def test_squared_rows(path: str, width: int) -> None:
     wide = torch.randn(30, 500, generator=generator())
-    wide[3], wide[4] = 1e-30, 1e30  # squares beyond float32
+    wide[3], wide[4], wide[5] = 1e-30, 1e25, 2e30  # squares beyond float32, and more than is permitted
     for x in (wide[:, 7 : 7 + width], wide[:, :width].contiguous(), wide.T[:30, :1].T, wide[:0, :width]):
         expected = x.double().square().sum(1)
+        expected[expected > kernels.LARGEST**2] = torch.inf
         torch.testing.assert_close(kernels.squared_rows(x), expected, rtol=1e-6, atol=0)
 
 
