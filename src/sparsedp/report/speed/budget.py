@@ -114,4 +114,5 @@ What is not met, and why. A private step has a plain one's matrix products, whic
 than what plain PyTorch wastes on sparse gradients. [Below](#what-a-step-has-to-take), every stage stands beside the least that
 this machine could take for it, and beside plain PyTorch's: norms read all activations and gradients once more, the distinct rows
 have to be found, and Python takes its time for each operation that is captured and each table that is settled, 26 times in a step
-of pCTR or DLRM. Against dense DP-SGD, AdaFEST's step on one table is all Python: it moves less than a megabyte."""
+of pCTR or DLRM. AdaFEST's step on one table, beside dense DP-SGD's, is nearly all Python and calls of torch: its largest tensors
+have a quarter of a megabyte."""
