@@ -28,8 +28,10 @@ def main() -> None:
     model = TwoTables(100, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
 
-    print(sparsedp.check(model, loss_fn, next(iter(loader))))
+    report = sparsedp.check(model, loss_fn, next(iter(loader)))
+    print(report)
     engine = sparsedp.PrivacyEngine()
+    engine.add_check(report)  # the statement then says that the check ran
     model, optimizer, loader = engine.make_private_with_epsilon(
         module=model, optimizer=optimizer, data_loader=loader,
         target_epsilon=3.0, target_delta=1e-5, epochs=3, max_grad_norm=1.0,
