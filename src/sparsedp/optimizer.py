@@ -297,8 +297,8 @@ class PrivateOptimizer(Optimizer):
             where = "" if batch.span is None else f" on span {batch.span} of the stream"
             raise SparseDPError(
                 f"The plan's {limit} steps{where} were taken and its privacy budget (epsilon {self.plan.target_epsilon}) "
-                "is spent. After load_checkpoint, loop over the epochs that are left; to train longer, plan for more epochs from the "
-                "start."
+                "is spent. After load_checkpoint, loop over the epochs that are left; to train longer, plan for more "
+                "epochs from the start."
             )
         return batch
 
