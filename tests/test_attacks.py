@@ -603,6 +603,63 @@ def test_one_tensor_for_all_physical_batches(mechanism: sparsedp.Mechanism, heig
             run("ids")
 
 
+Forward = Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+USES: dict[str, tuple[Forward, Callable[[], nn.Module]]] = {
+    "linear": (lambda m, i, x, w: m.part(x).sum((1, 2)), lambda: nn.Linear(5, 7)),
+    "lookup": (lambda m, i, x, w: m.part.weight[i].sum((1, 2)), lambda: nn.Embedding(10, 3)),
+    "bag": (
+        lambda m, i, x, w: F.embedding_bag(i, m.part.weight, mode="sum", per_sample_weights=w).sum(1),
+        lambda: nn.EmbeddingBag(10, 3, mode="sum"),
+    ),
+    "convolution": (lambda m, i, x, w: m.part(x).sum((1, 2)), lambda: nn.Conv1d(4, 3, 2)),
+    "norm": (lambda m, i, x, w: (m.part(x) * x).sum((1, 2)), lambda: nn.LayerNorm(5)),
+    "bilinear": (lambda m, i, x, w: m.part(x[:, 0], x[:, 1]).sum(1), lambda: nn.Bilinear(5, 5, 3)),
+    "product": (lambda m, i, x, w: (x * m.part.weight[0]).sum((1, 2)), lambda: nn.Linear(5, 1)),
+    "activation": (lambda m, i, x, w: m.part(x).sum((1, 2)), nn.PReLU),
+    "softmax": (
+        lambda m, i, x, w: sparsedp.nn.table_softmax_loss(x, m.part.weight, i),
+        lambda: nn.Embedding(10, 5),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("again", ["ids", "features", "weights"])
+@pytest.mark.parametrize("use", USES)
+def test_memory_used_again_is_refused_or_does_not_matter(use: str, again: str) -> None:
+    """For every kind of use, while its physical batch waits for the last one."""
+    generator = torch.Generator().manual_seed(0)
+    data = {
+        "ids": torch.randint(10, (8, 4), generator=generator),
+        "features": torch.randn(8, 4, 5, generator=generator),
+        "weights": torch.rand(8, 4, generator=generator),
+    }
+
+    def run(buffer: torch.Tensor | None) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        forward, make = USES[use]
+        model = Apply(forward, part=make())
+        engine, module, optimizer, loader = make_private(
+            model, loader_of(*data.values(), batch_size=8), mechanism=sparsedp.EANA(), noise_multiplier=0.0,
+            optimizer=torch.optim.SGD(model.parameters(), lr=1.0), poisson_sampling=False, max_physical_batch=1,
+        )  # fmt: skip
+        for batch in loader:
+            own = dict(zip(data, batch))
+            if buffer is not None:
+                own[again] = buffer.copy_(own[again])
+            optimizer.zero_grad()
+            F.softplus(module(*own.values())).mean().backward()
+            optimizer.step()
+        return [p.detach().clone() for p in module.parameters()]
+
+    wanted = run(None)
+    try:
+        found = run(torch.zeros_like(data[again][:1]))
+    except UnsupportedError as error:
+        assert "new tensor for every batch" in str(error)
+    else:
+        torch.testing.assert_close(found, wanted)
+
+
 @pytest.mark.parametrize("height", [1, 3])
 def test_huge_inputs_with_tiny_gradients(height: int) -> None:
     """Scaled by its clip factor, the gradient would be so small that float32 rounds it by a third, and then times the input."""

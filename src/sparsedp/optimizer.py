@@ -254,13 +254,14 @@ class PrivateOptimizer(Optimizer):
 
     def _take(self, batch: BatchInfo, captured: Captured) -> None:
         with _unguarded():
-            if batch.first and batch.last:
-                captured.kept.clear()  # nothing can change their memory before they are used
-            if self.plan.mechanism.selects:
+            selects = self.plan.mechanism.selects
+            if selects and not (batch.first and batch.last):
                 captured.hold()
+            else:
+                captured.kept.clear()  # nothing can change their memory before the uses are added up
+            if selects:
                 self._held.append(captured)
             else:
-                captured.kept.clear()
                 if self._accumulated.gradient is None:
                     self._accumulated.gradient = self._begin(None)
                 self._accumulate(captured, self._accumulated.gradient)
