@@ -62,6 +62,26 @@ def test_squared_rows(path: str, width: int) -> None:
         torch.testing.assert_close(kernels.squared_rows(x), expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_squared_rows_of_each(path: str, dtype: torch.dtype) -> None:
+    """Parts of one matrix, in any order, overlapping and with gaps, are read together; all others one by one."""
+    wide = torch.randn(300, 500, generator=generator(), dtype=dtype)
+    wide[3], wide[4], wide[5], wide[6, 11] = 1e-30, 1e25, 2e30, torch.nan
+    parts = [wide[:, 40:168], wide[:, 8:24], wide[:, 24:25], wide[:, 10:30], wide[:, 499:]]
+    other = torch.randn(300, 16, generator=generator(), dtype=dtype)
+    for tensors in (
+        parts, parts[1:2], [*parts, other], [*parts, wide[:, :200]], [*parts, wide.T[:300, 200:210]],
+        [part[::2] for part in parts], [parts[0][::2], parts[1][:150]], [part[:0] for part in parts],
+        [*parts, torch.ones(300, 1, dtype=dtype).expand(300, 7)], [part.float() for part in parts], [wide[:, :0]] * 2,
+    ):  # fmt: skip
+        expected = torch.stack([kernels.squared_rows(tensor.clone()) for tensor in tensors])
+        torch.testing.assert_close(
+            kernels.squared_rows_of_each(list(tensors)), expected, rtol=1e-6, atol=0, equal_nan=True
+        )
+    with pytest.raises(RuntimeError):
+        kernels.squared_rows_of_each([parts[0], parts[1][:200]])
+
+
 def test_add_rows(path: str) -> None:
     """Strided gradients, bags (source), factors, rows left out, long sums."""
     draw = generator()

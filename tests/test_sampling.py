@@ -320,12 +320,13 @@ class TestResume:
                     state = loader.state_dict()
                     break
         assert state == {"step": 11, "epoch": 1, "epoch_position": 4}
-        assert loader.state_dict() == state  # after a break, too
+        assert loader.state_dict() == state and loader.next_epoch == 2  # after a break, too
         resumed = make(num_workers=workers, **kwargs)
         resumed.load_state_dict(state)
-        assert resumed.state_dict() == state
+        assert resumed.state_dict() == state and resumed.next_epoch == 1
         first = passes(resumed)
         assert len({step for step, _ in first}) == 3  # the rest of the interrupted epoch
+        assert resumed.next_epoch == 2
         assert seen + first + passes(resumed) == expected
 
     @pytest.mark.parametrize("poisson", [True, False])
@@ -340,8 +341,9 @@ class TestResume:
         for state, rest in ((between, expected), (inside, [])):  # inside: nothing was left of that loop
             resumed = make(poisson=poisson)
             resumed.load_state_dict(state)
+            assert resumed.next_epoch == state["epoch"]
             assert passes(resumed) == rest
-        assert passes(resumed) == expected
+        assert resumed.next_epoch == 1 and passes(resumed) == expected
 
     def test_logical_batch_cut_short_is_repeated(self):
         expected = passes(make(limit=2))

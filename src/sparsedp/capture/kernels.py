@@ -11,6 +11,8 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from sparsedp.threads import on_all_cores, split
+
 LARGEST = 1e30  # norm of a unit's gradient, and of whatever it is a product of
 _COMPILED_TYPES = (torch.float32, torch.float64)
 # Rows longer than this are read faster by torch's vectorised reduction.
@@ -74,7 +76,12 @@ def squared_rows(x: Tensor) -> Tensor:
     if x.ndim == 2 and x.shape[1] <= _SHORT_ROW and compiled(x):
         flat, stride = _flat(x)
         return torch.from_numpy(_squared_rows(flat, stride, *x.shape))
-    norms = torch.linalg.vector_norm(x, dim=-1).double()
+    norms = torch.linalg.vector_norm(x, dim=-1)
+    if x.dtype == torch.float32 and compiled(x):
+        squares, usual = _squares(norms.reshape(-1).numpy())
+        if usual:
+            return torch.from_numpy(squares).view(norms.shape)
+    norms = norms.double()
     if x.dtype != torch.float64:
         # Rows whose squares leave float32's range are computed again with more of it.
         odd = (~((norms > 1e-16) & (norms < 1e16))).nonzero(as_tuple=True)
@@ -82,6 +89,35 @@ def squared_rows(x: Tensor) -> Tensor:
             return norms.square()
         norms[odd] = torch.linalg.vector_norm(x[odd].double(), dim=-1)
     return norms.masked_fill_(~(norms < LARGEST), torch.inf).square()
+
+
+def squared_rows_of_each(tensors: list[Tensor]) -> Tensor:
+    """`squared_rows` of each of some tensors (n, d), with d of their own, as (tensors, n)."""
+    one = tensors[0]
+    begins = [tensor.storage_offset() for tensor in tensors]
+    widths = [tensor.shape[1] for tensor in tensors]
+    if not (compiled(one) and one.numel() and max(widths) <= _SHORT_ROW and all(_beside(one, x) for x in tensors)):
+        return torch.stack([squared_rows(tensor) for tensor in tensors])
+    # Parts of one matrix, such as the gradient of what was concatenated: every row of it is read from end to end.
+    (rows, _), stride, first = one.shape, one.stride(0), min(begins)
+    last = (rows - 1) * stride + max(begin + width for begin, width in zip(begins, widths))
+    flat = one.as_strided((last - first,), (1,), first).numpy()
+    places, lengths = np.array(begins) - first, np.array(widths)
+    squares = np.empty((len(tensors), rows), np.float64)
+    pieces = split(rows, sum(widths))
+    on_all_cores(lambda part: _squared_parts(flat, stride, places, lengths, part.start, part.stop, squares), pieces)
+    return torch.from_numpy(squares)
+
+
+def _beside(one: Tensor, other: Tensor) -> bool:
+    """Whether two matrices are columns of a common one."""
+    return (
+        one.dtype == other.dtype
+        and len(one) == len(other)
+        and one.stride(0) == other.stride(0) > 0
+        and one.stride(1) == other.stride(1) == 1
+        and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    )
 
 
 def add_rows(
@@ -197,6 +233,32 @@ def _squared_rows(x: np.ndarray, stride: int, rows: int, width: int) -> np.ndarr
             total += value * value
         squares[i] = total if total < LARGEST**2 else np.inf
     return squares
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc"})
+def _squared_parts(
+    x: np.ndarray, stride: int, places: np.ndarray, widths: np.ndarray, begin: int, end: int, squares: np.ndarray
+) -> None:
+    for i in range(begin, end):
+        for k in range(len(places)):
+            total = 0.0
+            first = i * stride + places[k]
+            row = x[first : first + widths[k]]
+            for j in range(len(row)):
+                value = np.float64(row[j])
+                total += value * value
+            squares[k, i] = total if total < LARGEST**2 else np.inf
+
+
+@njit(cache=True, nogil=True)
+def _squares(norms: np.ndarray) -> tuple[np.ndarray, bool]:
+    """In float64, and whether none of them comes of squares that may have left float32's range."""
+    squares, usual = np.empty(len(norms), np.float64), True
+    for i in range(len(norms)):
+        norm = np.float64(norms[i])
+        squares[i] = norm * norm
+        usual &= 1e-16 < norm < 1e16
+    return squares, usual
 
 
 @njit(cache=True, nogil=True)

@@ -133,7 +133,7 @@ class TouchedRows:
             return None
         if not self._once:
             return self._added_norms(slots, known)
-        every = torch.stack([known.squared(lookup.grad) for lookup in self.lookups.values()])
+        every = kernels.squared_rows_of_each([lookup.grad for lookup in self.lookups.values()])
         if slots is None and self._used is None:
             return LookupNorms(list(self.lookups), every, every)
         kept = torch.zeros(self._count, dtype=torch.bool, device=every.device)

@@ -85,7 +85,7 @@ class DLRM(nn.Module):
             )
         logs = torch.log1p(torch.nan_to_num(integers, nan=0.0).clamp(min=0))
         dense = self.bottom(logs)
-        vectors = torch.stack([dense, *(table(categories[:, j]) for j, table in enumerate(self.tables))], dim=1)
+        vectors = torch.stack([dense, *(table(ids) for table, ids in zip(self.tables, categories.unbind(1)))], dim=1)
         products = torch.bmm(vectors, vectors.mT).flatten(1).index_select(1, self.pairs)
         return self.top(torch.cat([dense, products], dim=1)).squeeze(1)
 

@@ -52,5 +52,5 @@ class PCTR(nn.Module):
                 f"got {integers.shape[1]} and {categories.shape[1]}"
             )
         logs = torch.log1p(torch.nan_to_num(integers, nan=0.0).clamp(min=0))
-        embedded = [table(categories[:, j]) for j, table in enumerate(self.tables)]
+        embedded = [table(ids) for table, ids in zip(self.tables, categories.unbind(1))]
         return self.network(torch.cat([*embedded, logs], dim=1)).squeeze(1)

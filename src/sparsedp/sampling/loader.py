@@ -124,6 +124,11 @@ class PrivateLoader(DataLoader[Any]):
         return tuple(span.steps for span in self._draws.spans)
 
     @property
+    def next_epoch(self) -> int:
+        """The epoch, from 0, that the next pass goes through: after loading a checkpoint, the one to finish."""
+        return self._next.epoch
+
+    @property
     def next_span(self) -> int | None:
         """The span of the stream that the next pass starts with; None without a stream."""
         return next((number for number, _ in self._draws.logical(self._next)), self._draws.spans[0].number)
