@@ -17,6 +17,9 @@ def on_all_cores(work: Callable[[T], None], items: Sequence[T]) -> None:
 
     torch's modes, such as no_grad, are those of the thread: `work` has to enter its own.
     """
+    if len(items) == 1:
+        work(items[0])
+        return
     helpers = min(torch.get_num_threads(), len(items)) - 1
     left = iter(items)  # a sequence's: threads may share it
 

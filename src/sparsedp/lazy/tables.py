@@ -223,12 +223,12 @@ class LazyTables:
     ) -> None:
         """One draw with the variance, or covariance, of all steps that are pending."""
         now = group.first + group.pace.steps
-        deviation = self._std * group.pace.deviation(since)
+        deviation = group.pace.deviation(since)
         shared = self._key().child(_AGGREGATED, table.index, now)
-        add_row_normals(shared, weight, rows, deviation[0])
+        add_row_normals(shared, weight, rows, self._std * deviation[0])
         if momentum is not None:
-            add_row_normals(shared, momentum, rows, deviation[1])
-            add_row_normals(self._key().child(_MOMENTUM, table.index, now), momentum, rows, deviation[2])
+            add_row_normals(shared, momentum, rows, self._std * deviation[1])
+            add_row_normals(self._key().child(_MOMENTUM, table.index, now), momentum, rows, self._std * deviation[2])
 
     def _add_one_by_one(
         self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor | None, rows: Tensor, since: np.ndarray
