@@ -82,6 +82,42 @@ def test_squared_rows_of_each(path: str, dtype: torch.dtype) -> None:
         kernels.squared_rows_of_each([parts[0], parts[1][:200]])
 
 
+def test_numbered(path: str) -> None:
+    assert kernels.numbered(torch.tensor([0, 2, 2, 5])).tolist() == [0, 0, 2, 2, 2]
+    assert kernels.numbered(torch.tensor([0])).tolist() == []
+
+
+def test_in_slots(path: str) -> None:
+    ids = torch.randint(6, (40,), generator=generator())
+    used = (ids > 0).nonzero().squeeze(1)  # the rest is padding
+    rows, begin, order = kernels.group(ids[used])
+    slots = torch.tensor([0, -1, 3, -1, 1])
+    expected = [row > 0 and bool(slots[row - 1] >= 0) for row in ids.tolist()]
+    assert rows.tolist() == [1, 2, 3, 4, 5] and kernels.in_slots(slots, begin, used[order], 40).tolist() == expected
+    none = torch.empty(0, dtype=torch.long)
+    assert kernels.in_slots(none, torch.zeros(1, dtype=torch.long), none, 3).tolist() == [False] * 3
+
+
+@pytest.mark.parametrize("clip", [0.3, 1.0, 1.5, 100.0])
+def test_clipped_counts(path: str, clip: float) -> None:
+    """Every unit's part is its ones, scaled down to a norm of `clip`."""
+    ones = torch.rand(20, 9, generator=generator()).sort(0).values > 0.5
+    ones[0], ones[1] = False, True
+    scale = (clip / ones.sum(1).clamp_min(1).double().sqrt()).clamp_max(1)
+    pairs = ones.nonzero()[torch.randperm(int(ones.sum()), generator=generator())]
+    found = kernels.clipped_counts(*pairs.T.contiguous(), clip, 20, 11)
+    torch.testing.assert_close(found, torch.nn.functional.pad((ones * scale[:, None]).sum(0), (0, 2)))
+
+
+@pytest.mark.parametrize(("height", "width"), [(1, 64), (3, 5), (1, 1), (4, 0)])
+@pytest.mark.parametrize("rows", [0, 7, 3000])
+def test_outer_products(path: str, rows: int, height: int, width: int) -> None:
+    a = torch.randn(2 * rows, height, generator=generator())[::2]
+    b = torch.randn(width, rows, generator=generator()).T
+    expected = torch.einsum("ni,nj->nij", a, b).reshape(rows, height * width)
+    assert torch.equal(kernels.outer_products(a, b), expected)
+
+
 def test_add_rows(path: str) -> None:
     """Strided gradients, bags (source), factors, rows left out, long sums."""
     draw = generator()

@@ -17,6 +17,8 @@ LARGEST = 1e30  # norm of a unit's gradient, and of whatever it is a product of
 _COMPILED_TYPES = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
 # Rows longer than this are read faster by torch's vectorised reduction.
 _SHORT_ROW = 128
+# Elements that are computed sooner than a thread is woken.
+_FEW = 1 << 17
 _NONE = np.empty(0, np.int64)
 _NO_FACTORS = np.empty(0, np.float64)
 
@@ -40,14 +42,18 @@ def group(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         packed = keys.numpy() << bits
         packed |= np.arange(len(packed))
         packed.sort()
-        positions = packed & ((1 << bits) - 1)
-        packed >>= bits
-        first = np.flatnonzero(np.concatenate(([True], packed[1:] != packed[:-1])))
-        edges = np.append(first, len(packed))
-        return torch.from_numpy(packed[first]), torch.from_numpy(edges), torch.from_numpy(positions)
+        distinct, begin, positions = _unpacked(packed, bits)
+        return torch.from_numpy(distinct), torch.from_numpy(begin), torch.from_numpy(positions)
     ascending, order = torch.sort(keys, stable=True)
     distinct, counts = torch.unique_consecutive(ascending, return_counts=True)
     return distinct, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), order
+
+
+def numbered(begin: Tensor) -> Tensor:
+    """The group of each position, (P,), where group r has the positions begin[r] to begin[r + 1] - 1."""
+    if compiled(begin):
+        return torch.from_numpy(_numbered(begin.numpy()))
+    return torch.arange(len(begin) - 1, device=begin.device).repeat_interleave(begin.diff())
 
 
 def repeated(values: Tensor, counts: Tensor) -> Tensor:
@@ -118,6 +124,34 @@ def _beside(one: Tensor, other: Tensor) -> bool:
         and one.stride(1) == other.stride(1) == 1
         and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     )
+
+
+def in_slots(slots: Tensor, begin: Tensor, order: Tensor, count: int) -> Tensor:
+    """Which of `count` positions, bool, are of a row with a slot (not -1). Row r has order[begin[r] : begin[r + 1]]."""
+    if compiled(slots, begin, order):
+        return torch.from_numpy(_in_slots(slots.numpy(), begin.numpy(), order.numpy(), count))
+    found = torch.zeros(count, dtype=torch.bool, device=order.device)
+    found[order] = (slots >= 0).repeat_interleave(begin.diff())
+    return found
+
+
+def clipped_counts(units: Tensor, at: Tensor, clip: float, many: int, places: int) -> Tensor:
+    """How often each of the `places` is in `at`, float64, where each of `many` units has a norm of at most `clip`.
+
+    Pair k says that units[k] has a one at at[k]; pairs are distinct.
+    """
+    if compiled(units, at):
+        return torch.from_numpy(_clipped_counts(units.numpy(), at.numpy(), clip, many, places))
+    counts = torch.bincount(units, minlength=many).double()
+    shares = (clip / counts.clamp_min(1).sqrt()).clamp_max(1.0)
+    return torch.zeros(places, dtype=torch.float64, device=at.device).index_add_(0, at, shares[units])
+
+
+def outer_products(a: Tensor, b: Tensor) -> Tensor:
+    """a[n, i] b[n, j] for a (N, I) and b (N, J), as (N, I J)."""
+    if a.numel() * b.shape[1] <= _FEW and a.dtype == b.dtype and compiled(a, b):  # torch would wake its threads for it
+        return torch.from_numpy(_outer_products(a.contiguous().numpy(), b.contiguous().numpy()))
+    return (a[:, :, None] * b[:, None, :]).flatten(1)
 
 
 def add_rows(
@@ -205,6 +239,31 @@ def _flat(x: Tensor) -> tuple[np.ndarray, int]:
 
 
 @njit(cache=True, nogil=True)
+def _unpacked(packed: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of ascending numbers that hold keys and `bits` bits of positions, what `group` returns."""
+    positions, mask = np.empty(len(packed), np.int64), (1 << bits) - 1
+    distinct, begin = np.empty(len(packed), np.int64), np.empty(len(packed) + 1, np.int64)
+    count = 0
+    for k in range(len(packed)):
+        positions[k] = packed[k] & mask
+        key = packed[k] >> bits
+        if k == 0 or key != distinct[count - 1]:
+            distinct[count], begin[count] = key, k
+            count += 1
+    begin[count] = len(packed)
+    return distinct[:count], begin[: count + 1], positions
+
+
+@njit(cache=True, nogil=True)
+def _numbered(begin: np.ndarray) -> np.ndarray:
+    groups = np.empty(begin[-1], np.int64)
+    for r in range(len(begin) - 1):
+        for k in range(begin[r], begin[r + 1]):
+            groups[k] = r
+    return groups
+
+
+@njit(cache=True, nogil=True)
 def _find(ascending: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     at = np.full(len(wanted), -1, np.int64)
     if len(ascending) > 16 * len(wanted):
@@ -259,6 +318,39 @@ def _squares(norms: np.ndarray) -> tuple[np.ndarray, bool]:
         squares[i] = norm * norm
         usual &= 1e-16 < norm < 1e16
     return squares, usual
+
+
+@njit(cache=True, nogil=True)
+def _in_slots(slots: np.ndarray, begin: np.ndarray, order: np.ndarray, count: int) -> np.ndarray:
+    found = np.zeros(count, np.bool_)
+    for r in range(len(slots)):
+        if slots[r] >= 0:
+            for k in range(begin[r], begin[r + 1]):
+                found[order[k]] = True
+    return found
+
+
+@njit(cache=True, nogil=True)
+def _clipped_counts(units: np.ndarray, at: np.ndarray, clip: float, many: int, places: int) -> np.ndarray:
+    shares, total = np.zeros(many, np.float64), np.zeros(places, np.float64)
+    for k in range(len(units)):
+        shares[units[k]] += 1
+    for i in range(many):
+        shares[i] = min(1.0, clip / np.sqrt(max(1.0, shares[i])))
+    for k in range(len(at)):
+        total[at[k]] += shares[units[k]]
+    return total
+
+
+@njit(cache=True, nogil=True)
+def _outer_products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    (rows, height), width = a.shape, b.shape[1]
+    out = np.empty((rows, height * width), a.dtype)
+    for n in range(rows):
+        for i in range(height):
+            for j in range(width):
+                out[n, i * width + j] = a[n, i] * b[n, j]
+    return out
 
 
 @njit(cache=True, nogil=True)

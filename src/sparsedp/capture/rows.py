@@ -92,7 +92,7 @@ class TouchedRows:
 
     @cached_property
     def _by_unit(self) -> _ByUnit:
-        row = kernels.repeated(torch.arange(self.rows.numel(), device=self.rows.device), self.begin.diff())
+        row = kernels.numbered(self.begin)
         unit = torch.cat([lookup.units for lookup in self.lookups.values()])[self.order]
         if self._owners is not None:
             unit = self._owners[unit]
@@ -136,8 +136,8 @@ class TouchedRows:
         every = kernels.squared_rows_of_each([lookup.grad for lookup in self.lookups.values()])
         if slots is None and self._used is None:
             return LookupNorms(list(self.lookups), every, every)
-        kept = torch.zeros(self._count, dtype=torch.bool, device=every.device)
-        kept[self.order] = True if slots is None else kernels.repeated(slots >= 0, self.begin.diff())
+        chosen = torch.zeros_like(self.rows) if slots is None else slots
+        kept = kernels.in_slots(chosen, self.begin, self.order, self._count)
         return LookupNorms(list(self.lookups), every, every.masked_fill(~kept.view_as(every), 0))
 
     def add_weighted_sums(self, outs: Mapping[str, Tensor], slots: Tensor | None, factors: Tensor) -> None:
@@ -170,7 +170,7 @@ class TouchedRows:
         unit, row, at, begin = self._by_unit
         assert begin is not None
         sizes = begin.diff()
-        key = kernels.repeated(torch.arange(unit.numel(), device=at.device), sizes)
+        key = kernels.numbered(begin)
         lengths = [end - first for first, end in (self._edges[name] for name in self.lookups)]
         table = kernels.repeated(torch.arange(tables, device=at.device), row.new_tensor(lengths))[row]
         single = torch.cat([lookup.squares(known) for lookup in lookups])[at]

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsedp.capture.kernels import group, squared_rows, squared_sums
+from sparsedp.capture.kernels import group, outer_products, squared_rows, squared_sums
 from sparsedp.capture.lengths import is_range, places_of, units_by_length
 from sparsedp.capture.products import chunks, dots, inner_products, squared_products, uncertainty
 from sparsedp.capture.softmax import Softmax, merge_softmaxes
@@ -87,9 +87,8 @@ class Linear:
 
     def build(self) -> Built:
         if self.inputs.shape[1] == 1:
-            values = self.grad[:, 0, :, None] * self.inputs[:, 0, None, :]
-        else:
-            values = torch.einsum("bpo,bpi->boi", self.grad, self.inputs)
+            return Built(outer_products(self.grad[:, 0], self.inputs[:, 0]), self.offset)
+        values = torch.einsum("bpo,bpi->boi", self.grad, self.inputs)
         return Built(values.flatten(1), self.offset)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture import Captured, RowSpace
-from sparsedp.capture.kernels import find
+from sparsedp.capture.kernels import clipped_counts, find
 from sparsedp.errors import SparseDPWarning
 
 
@@ -71,9 +71,7 @@ def contribution_map(
         if kept is not None:
             inside = kept[at]
             units, at = units[inside], at[inside]
-        counts = torch.bincount(units, minlength=captured.units).double()
-        shares = (clip / counts.clamp_min(1).sqrt()).clamp_max(1.0)
-        values = torch.zeros(rows.numel(), dtype=torch.float64).index_add_(0, at, shares[units])
+        values = clipped_counts(units, at, clip, captured.units, rows.numel())
         all_rows.append(rows if kept is None else rows[kept])
         all_values.append(values if kept is None else values[kept])
     if len(batch) == 1:
