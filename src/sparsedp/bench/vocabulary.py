@@ -29,7 +29,7 @@ class OneTable(nn.Module):
 
 
 def workload(rows: int) -> Workload:
-    """One table; all variants share its memory, so that the largest fits several times."""
+    """One table; all variants share its memory."""
     weight = torch.empty(rows, DIM).normal_(0, 0.05)
     ids = torch.randint(rows, (BATCH,))
     return Workload("table", lambda sparse: OneTable(weight, sparse), (ids, torch.rand(BATCH).round()))
@@ -47,23 +47,26 @@ def mechanisms(rows: int) -> dict[str, Callable[[], Mechanism]]:
 
 
 def bench_vocabulary(sizes: list[int], *, repeats: int, memory: bool = True) -> dict[str, Any]:
-    """Times all variants in turns at each size, and measures their memory. Returns what `--json` writes."""
-    rows = []
+    """Times all variants at all sizes in turns, and measures their memory. Returns what `--json` writes."""
+    variants, watches = {}, {}
     for size in sizes:
         work = workload(size)
-        variants = {"plain": plain_step(work)}
-        watches = {}
+        variants[f"plain {size}"] = plain_step(work)
         for name, make in mechanisms(size).items():
-            watches[name] = Stopwatch()
-            variants[name] = private_step(work, watches[name], make(), sparse=True)
-        timings = interleaved(variants, repeats, warmup=1)
-        del work, variants
+            watch = watches[f"{name} {size}"] = Stopwatch()
+            variants[f"{name} {size}"] = private_step(work, watch, make(), sparse=True)
+    timings = interleaved(variants, repeats, warmup=1)
+    del work, variants
+    rows = []
+    for size in sizes:
         taken = peaks(memory_runs, (size,), (2000,)) if memory else {}
-        for name, timing in timings.items():
+        for name in ("plain", *mechanisms(size)):
+            key = f"{name} {size}"
+            timing = timings[key]
             row: dict[str, Any] = {"rows": size, "variant": name, **timing.to_dict()}
-            row["ratio_to_plain"] = ratio(timing, timings["plain"])
-            row["dpsgd_over_this"] = ratio(timings["dpsgd"], timing)
-            row["stages"] = watches[name].stages if name in watches else {}
+            row["ratio_to_plain"] = ratio(timing, timings[f"plain {size}"])
+            row["dpsgd_over_this"] = ratio(timings[f"dpsgd {size}"], timing)
+            row["stages"] = watches[key].stages if key in watches else {}
             if name in taken:
                 row["memory"] = taken[name].beyond
             rows.append(row)

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"rows of the table (default: the paper's sizes; {QUICK_ROWS[0]} and {QUICK_ROWS[1]} with --quick); may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--repeats", type=positive, metavar="N", help="repeats of each variant (default: 5; 3 with --quick)"
+        "--repeats", type=positive, metavar="N", help="repeats of each variant (default: 15; 3 with --quick)"
     )
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes a process each")
     parser.add_argument("--quick", action="store_true", help="some seconds: small, few repeats, no memory")
@@ -29,7 +29,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     from sparsedp.bench.vocabulary import SIZES, bench_vocabulary
 
     sizes = args.rows or list(QUICK_ROWS if args.quick else SIZES)
-    repeats = args.repeats or (3 if args.quick else 5)
+    repeats = args.repeats or (3 if args.quick else 15)
     return bench_vocabulary(sizes, repeats=repeats, memory=not (args.no_memory or args.quick))
 
 
