@@ -413,6 +413,26 @@ def test_gradient_hooks_are_refused() -> None:
 # ---------------------------------------------------------------------- numbers at the edge of float32
 
 
+@pytest.mark.parametrize("width", [300, 4096, 100_000])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("use", ["lookup", "inputs", "gradients"])
+def test_long_rows_with_many_small_elements(use: str, layout: str, width: int) -> None:
+    """Each small square vanishes beside the largest in float32; all of them together do not."""
+    long = torch.full((2, width), 4 * 2.42e-4)
+    long[:, 0] = 4.0
+    long = long.T.contiguous().T if layout == "transposed" else long
+    module: nn.Module
+    if use == "lookup":
+        module, inputs = Apply(lambda m, i: m.e(i) * long, e=nn.Embedding(3, width)), torch.ones(2, dtype=torch.long)
+    elif use == "inputs":
+        module, inputs = nn.Linear(width, 1, bias=False), long
+    else:
+        module, inputs = Apply(lambda m, x: m.l(x) * long, l=nn.Linear(1, width, bias=False)), torch.ones(2, 1)
+    (uses,) = capture_uses(module, [inputs], lambda out: out.sum()).uses.values()
+    exact = long.double().square().sum(1)
+    torch.testing.assert_close(uses.squared_norms(2), exact, rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("scale", [1e4, 1e6, 1e8, 1e10])
 @pytest.mark.parametrize("bag", [False, True])
 def test_lookups_that_cancel(scale: float, bag: bool) -> None:
@@ -551,6 +571,24 @@ def test_branches_of_a_run_do_not_share_steps(tmp_path: Path) -> None:
     assert (second[0].ledger.steps, second[0].ledger.abandoned) == (5, 12)
     second[0].load_checkpoint(tmp_path / "late.pt")
     assert (second[0].ledger.steps, second[0].ledger.abandoned) == (10, 7)
+
+
+# ---------------------------------------------------------------------- ids of no bag
+
+
+@pytest.mark.parametrize("surplus", [9, 3], ids=["padding", "ids"])
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_ids_behind_the_last_offset(mode: str, surplus: int) -> None:
+    """Counted as positions, they would shift the gradients of other tables to other units, who would not be clipped."""
+
+    def forward(module: nn.Module, many: torch.Tensor, one: torch.Tensor) -> torch.Tensor:
+        filled = torch.cat([many.flatten(), torch.full((2,), surplus)])
+        return module.bag(filled, torch.arange(len(many) + 1) * many.shape[1]) + module.table(one)
+
+    bag = nn.EmbeddingBag(10, 4, mode=mode, include_last_offset=True, padding_idx=9)
+    module = Apply(forward, bag=bag, table=nn.Embedding(10, 4, padding_idx=0))
+    with pytest.raises(UnsupportedError, match="2 ids lie behind the last offset"):
+        capture_uses(module, [torch.tensor([[1, 2], [3, 4], [5, 6], [7, 8]]), torch.tensor([1, 2, 0, 0])], unit_loss)
 
 
 # ---------------------------------------------------------------------- memory that a loop uses again

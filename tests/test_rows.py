@@ -164,6 +164,17 @@ def test_padding_is_in_no_row_and_no_other_table() -> None:
     assert norms is not None and norms.selected.tolist() == [[2, 0, 0], [0, 0, 2]]
 
 
+def test_lookups_that_compiled_loops_could_not_trust() -> None:
+    ids, units, grad = torch.arange(4), torch.arange(4), torch.ones(4, 2)
+    for broken in (
+        (ids, units[:3], grad), (ids, units, grad[:3]), (ids, units, grad, units[:3]), (ids, units, grad, None, grad[:3, 0]),
+        (ids.int(), units, grad), (ids, units.int(), grad),
+    ):  # fmt: skip
+        with pytest.raises(sparsedp.SparseDPError, match="A lookup has"):
+            Lookup(*broken)
+    Lookup(ids, units, grad[:1], torch.zeros(4, dtype=torch.long), grad[:, 0])
+
+
 def test_slots_count_within_each_table() -> None:
     lookups = {
         name: uses_of(Lookup(torch.tensor(ids), torch.arange(3), torch.ones(3, 1), one_each=True))

@@ -15,8 +15,6 @@ from sparsedp.threads import on_all_cores, split
 
 LARGEST = 1e30  # norm of a unit's gradient, and of whatever it is a product of
 _COMPILED_TYPES = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
-# Rows longer than this are read faster by torch's vectorised reduction.
-_SHORT_ROW = 128
 # Elements that are computed sooner than a thread is woken.
 _FEW = 1 << 17
 _NONE = np.empty(0, np.int64)
@@ -74,27 +72,20 @@ def find(ascending: Tensor, wanted: Tensor) -> Tensor:
 
 
 def squared_rows(x: Tensor) -> Tensor:
-    """Squared norm of each row of x (n, d), float64, beyond the range of float32, too; infinite from LARGEST on.
+    """Squared norm of each row of x (..., d), float64, beyond the range of float32, too; infinite from LARGEST on.
 
     A factor of a gradient that is larger than that may meet one that is so small, times a clip factor, that float32 has few
     digits left for it.
     """
-    if x.ndim == 2 and x.shape[1] <= _SHORT_ROW and compiled(x):
-        flat, stride = _flat(x)
-        return torch.from_numpy(_squared_rows(flat, stride, *x.shape))
-    norms = torch.linalg.vector_norm(x, dim=-1)
-    if x.dtype == torch.float32 and compiled(x):
-        squares, usual = _squares(norms.reshape(-1).numpy())
-        if usual:
-            return torch.from_numpy(squares).view(norms.shape)
-    norms = norms.double()
-    if x.dtype != torch.float64:
-        # Rows whose squares leave float32's range are computed again with more of it.
-        odd = (~((norms > 1e-16) & (norms < 1e16))).nonzero(as_tuple=True)
-        if not odd[0].numel():
-            return norms.square()
-        norms[odd] = torch.linalg.vector_norm(x[odd].double(), dim=-1)
-    return norms.masked_fill_(~(norms < LARGEST), torch.inf).square()
+    if not compiled(x):
+        norms = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+        return norms.masked_fill_(~(norms < LARGEST), torch.inf).square()
+    # In float64: a float32 sum over a long row loses all elements that are small beside the largest.
+    flat, stride = _flat(x.flatten(0, -2))
+    squares, width = np.empty(x.shape[:-1].numel(), np.float64), x.shape[-1]
+    pieces = split(len(squares), width)
+    on_all_cores(lambda part: _squared_rows(flat, stride, width, part.start, part.stop, squares), pieces)
+    return torch.from_numpy(squares).view(x.shape[:-1])
 
 
 def squared_rows_of_each(tensors: list[Tensor]) -> Tensor:
@@ -102,7 +93,7 @@ def squared_rows_of_each(tensors: list[Tensor]) -> Tensor:
     one = tensors[0]
     begins = [tensor.storage_offset() for tensor in tensors]
     widths = [tensor.shape[1] for tensor in tensors]
-    if not (compiled(one) and one.numel() and max(widths) <= _SHORT_ROW and all(_beside(one, x) for x in tensors)):
+    if not (compiled(one) and one.numel() and all(_beside(one, x) for x in tensors)):
         return torch.stack([squared_rows(tensor) for tensor in tensors])
     # Parts of one matrix, such as the gradient of what was concatenated: every row of it is read from end to end.
     (rows, _), stride, first = one.shape, one.stride(0), min(begins)
@@ -282,16 +273,14 @@ def _find(ascending: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
-def _squared_rows(x: np.ndarray, stride: int, rows: int, width: int) -> np.ndarray:
-    squares = np.empty(rows, np.float64)
-    for i in range(rows):
+def _squared_rows(x: np.ndarray, stride: int, width: int, begin: int, end: int, squares: np.ndarray) -> None:
+    for i in range(begin, end):
         total = 0.0
         row = x[i * stride : i * stride + width]
         for j in range(width):
             value = np.float64(row[j])
             total += value * value
         squares[i] = total if total < LARGEST**2 else np.inf
-    return squares
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
@@ -307,17 +296,6 @@ def _squared_parts(
                 value = np.float64(row[j])
                 total += value * value
             squares[k, i] = total if total < LARGEST**2 else np.inf
-
-
-@njit(cache=True, nogil=True)
-def _squares(norms: np.ndarray) -> tuple[np.ndarray, bool]:
-    """In float64, and whether none of them comes of squares that may have left float32's range."""
-    squares, usual = np.empty(len(norms), np.float64), True
-    for i in range(len(norms)):
-        norm = np.float64(norms[i])
-        squares[i] = norm * norm
-        usual &= 1e-16 < norm < 1e16
-    return squares, usual
 
 
 @njit(cache=True, nogil=True)

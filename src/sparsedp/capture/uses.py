@@ -25,6 +25,7 @@ from sparsedp.capture.kernels import group, outer_products, squared_rows, square
 from sparsedp.capture.lengths import is_range, places_of, units_by_length
 from sparsedp.capture.products import chunks, dots, inner_products, squared_products, uncertainty
 from sparsedp.capture.softmax import Softmax, merge_softmaxes
+from sparsedp.errors import SparseDPError
 
 # Elements that a temporary of the norm computation may have; larger ones are computed for some units at a time.
 _TEMPORARY = 1 << 24
@@ -47,6 +48,17 @@ class Lookup:
     source: Tensor | None = None  # (N,) row of `grad` for each position; None: position n has grad[n]
     weight: Tensor | None = None  # (N,) factor of each position; None: 1
     one_each: bool = False  # position n belongs to unit n, and N is the number of units
+
+    def __post_init__(self) -> None:
+        """Compiled loops trust these lengths."""
+        if self.ids.dtype != torch.int64 or self.units.dtype != torch.int64:
+            raise SparseDPError(f"A lookup has int64 ids and units, not {self.ids.dtype} and {self.units.dtype}.")
+        count = len(self.grad) if self.source is None else len(self.source)
+        if not len(self.ids) == len(self.units) == count or not (self.weight is None or len(self.weight) == count):
+            raise SparseDPError(
+                f"A lookup has a unit, a gradient and a weight for each of its ids, but {len(self.ids)} ids came with "
+                f"{len(self.units)} units, {count} gradients and {count if self.weight is None else len(self.weight)} weights."
+            )
 
     def positions(self) -> Tensor:
         """The gradient of each position, (N, d)."""

@@ -164,6 +164,11 @@ def _embedding_bag(capture: Capture, name: str, func: Callable, args: tuple, kwa
         )
     units = capture.units
     bag_of = _bags(ids, offsets, bool(bound.get("include_last_offset")), units)
+    if bag_of.numel() != ids.numel():  # torch's kernels disagree on what that means
+        instead = "let the last offset be the number of ids"
+        raise capture.refuse(
+            name, table.names, f"{ids.numel() - bag_of.numel()} ids lie behind the last offset", instead
+        )
     kept_ids = capture.keep(ids, name, table.names)
     kept_weights = None if weights is None else capture.keep(weights, name, table.names)
 
