@@ -69,15 +69,14 @@ class Grouping:
         """Lookups of units: whoever has a negative number in `owners` is left out."""
         found: list[Use] = []
         for lookup in lookups:
-            whose = owners[lookup.units]
+            whose, ids, source, weight = owners[lookup.units], lookup.ids, lookup.source, lookup.weight
             if owners is not self.owners:
                 inside = (whose >= 0).nonzero().squeeze(1)
-                source = inside if lookup.source is None else lookup.source[inside]
-                weight = None if lookup.weight is None else lookup.weight[inside]
-                lookup = replace(lookup, ids=lookup.ids[inside], source=source, weight=weight)
-                whose = whose[inside]
+                whose, ids = whose[inside], ids[inside]
+                source = inside if source is None else source[inside]
+                weight = None if weight is None else weight[inside]
             # Never one_each, and `source` is not `units`: a unit may have any number of positions and of bags.
-            found.append(replace(lookup, units=whose, one_each=False))
+            found.append(Lookup(ids, whose, lookup.grad, source, weight))
         return found
 
     def _within(self, bucket: Bucket, uses: ParameterUses) -> ParameterUses:
