@@ -28,7 +28,7 @@ def main() -> None:
     model = TwoTables(100, 40)
     optimizer = torch.optim.SGD(model.parameters(), lr=4.0)
 
-    report = sparsedp.check(model, loss_fn, next(iter(loader)))
+    report = sparsedp.check(model, loss_fn, data_loader=loader)
     print(report)
     engine = sparsedp.PrivacyEngine()
     engine.add_check(report)  # the statement then says that the check ran

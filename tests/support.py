@@ -105,7 +105,13 @@ def assert_exact(
     doubled = [tensor.double() if tensor.is_floating_point() else tensor for tensor in inputs]
     wanted = one_by_one(module, doubled, loss)
     found = capture_uses(module, doubled, loss)
-    units = inputs[0].shape[0]
+    assert_equal(module, found, wanted, tolerance)
+    return found
+
+
+def assert_equal(module: nn.Module, found: Captured, wanted: list[Gradients], tolerance: float = 1e-9) -> None:
+    """The captured norms and weighted sums are those of `wanted`, every unit's gradient."""
+    units = len(wanted)
     factors = torch.linspace(0.2, 1.7, units, dtype=torch.float64)
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
@@ -122,7 +128,6 @@ def assert_exact(
         mine = dense(uses.weighted_sum(factors, parameter.shape), parameter.shape)
         torch.testing.assert_close(mine, total, rtol=tolerance, atol=tolerance)
         assert parameter.grad is None
-    return found
 
 
 def loader_of(*tensors: Tensor, batch_size: int, **options: Any) -> DataLoader:

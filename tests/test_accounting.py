@@ -40,13 +40,16 @@ from sparsedp.accounting import (
     gaussian_step,
     get_epsilon,
     get_noise_multiplier,
+    reference,
     register_event,
     split_multiplier,
     training_event,
 )
+from sparsedp.accounting.epsilon import dp_accounting_above
 from sparsedp.accounting.events import canonical
 from sparsedp.accounting.pld import pld_delta, pld_epsilon
 from sparsedp.errors import CheckpointError, ConfigError, SparseDPError, UnsupportedError
+from support import Clicks, clicks, loader_of, make_private
 
 
 def gaussian_delta(sigma: float, epsilon: float) -> float:
@@ -727,8 +730,16 @@ def corruptions():
 
         return apply
 
-    yield change(["version"], 3)
-    yield change(["version"], 1)  # which has no scopes
+    yield change(["version"], 4)
+    yield change(["version"], 2)  # which has no digest
+    yield lambda state: state.pop("digest")
+    yield lambda state: state["entries"].pop()  # cut short
+    yield lambda state: state["entries"].pop(0)
+    yield lambda state: state["entries"].reverse()
+    yield change(["entries", 1, "count"], 499)
+    yield change(["entries", 1, "abandoned"], True)
+    yield change(["entries", 1, "event", "event", "noise_multiplier"], 0.9)
+    yield change(["composition"], "parallel")
     yield change(["composition"], "both")
     yield change(["entries", 1, "scope"], -1)
     yield change(["entries", 1, "scope"], "0")
@@ -791,3 +802,58 @@ def test_dp_accounting_itself_is_selectable_and_agrees(rate, sigma, steps):
 def test_dp_accounting_refuses_what_it_does_not_know():
     with pytest.raises(UnsupportedError, match="pld"):
         epsilon_of(ExponentialMechanismDpEvent(0.1), 1e-6, "dp_accounting")
+
+
+# ---------------------------------------------------------------------- dp_accounting's word beside ours
+
+SMALL_RATE = run(0.8, 1e-5, 100_000)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        run(0.6, 0.002, 500),
+        run(1.0, 0.01, 2000),
+        SMALL_RATE,
+        run(50.0, 0.1, 10_000),
+        GaussianDpEvent(2.0),
+        run(1, 1e-3, 1),
+    ],
+)
+def test_a_coarser_grid_of_dp_accounting_costs_no_less(event):
+    """So that a coarse one may say that there is nothing to tell."""
+    leaves = tuple(canonical(event).items())
+    found = [reference._epsilon(leaves, 1e-6, interval) for interval in (1e-2, 1e-3, 1e-4)]
+    assert found[0] >= found[1] * (1 - 1e-9) and found[1] >= found[2] * (1 - 1e-9)
+
+
+def test_dp_accounting_is_asked_where_it_may_differ():
+    ours, theirs = (epsilon_of(SMALL_RATE, 1e-6, accountant) for accountant in ("pld", "dp_accounting"))
+    assert ours < 0.9 * theirs
+    assert dp_accounting_above(SMALL_RATE, 1e-6, ours / 0.9) == theirs
+    assert dp_accounting_above(SMALL_RATE, 1e-6, theirs) is None
+    same = run(0.6, 0.002, 500)
+    assert dp_accounting_above(same, 1e-6, epsilon_of(same, 1e-6) / 0.9) is None
+    for nothing in (ExponentialMechanismDpEvent(0.1), NonPrivateDpEvent(), ComposedDpEvent([])):
+        assert dp_accounting_above(nothing, 1e-6, 0.0) is None
+    ledger = Ledger(composition="parallel")
+    ledger.record(gaussian_step(0.8, 1e-5), 100_000, scope=0)
+    ledger.record(gaussian_step(0.8, 1e-5), 10, scope=1)
+    assert dp_accounting_above(ledger, 1e-6, ours / 0.9) == theirs
+
+
+def test_the_statement_prints_both_where_they_differ():
+    engine = make_private(Clicks(), loader_of(*clicks(64), batch_size=8))[0]
+    for event, both in ((SMALL_RATE.event, True), (gaussian_step(0.6, 0.002), False)):
+        engine.ledger.entries.clear()
+        engine.ledger.record(event, 100_000 if both else 500)
+        statement = engine.statement(1e-6)
+        assert (statement.dp_accounting_epsilon is not None) == both == ("dp_accounting's PLD" in str(statement))
+        if both:
+            assert statement.dp_accounting_epsilon == epsilon_of(engine.ledger, 1e-6, "dp_accounting")
+            assert statement.epsilon < 0.9 * statement.dp_accounting_epsilon
+            assert "gives epsilon = 0.03499" in str(statement)
+            assert json.loads(statement.to_json())["dp_accounting_epsilon"] == statement.dp_accounting_epsilon
+    for accountant in ("rdp", "dp_accounting"):
+        engine.accountant = accountant
+        assert engine.statement(1e-6).dp_accounting_epsilon is None

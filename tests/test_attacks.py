@@ -16,6 +16,7 @@ from torch import nn
 
 import sparsedp
 from sparsedp import SparseDPError, UnitsMixedError, UnsupportedError
+from sparsedp.noise import Sums
 from support import Apply, Clicks, assert_exact, capture_uses, clicks, loader_of, make_private, train, unit_loss
 
 B, D = 6, 4
@@ -381,12 +382,13 @@ def test_copies_of_engine_and_optimizer_are_refused() -> None:
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_process_draws_no_noise() -> None:
+@pytest.mark.parametrize("way", ["fill", "add"])
+def test_forked_process_draws_no_noise(way: str) -> None:
     engine, module, optimizer, loader = make_private(Clicks(), loader_of(*clicks(64), batch_size=8))
     child = os.fork()
     if child == 0:
         try:
-            optimizer.noise.fill({0: torch.empty(3)}, 1.0, 0)
+            getattr(optimizer.noise, way)({0: torch.empty(3) if way == "fill" else Sums(torch.zeros(3))}, 1.0, 0)
         except SparseDPError:
             os._exit(7)
         os._exit(0)

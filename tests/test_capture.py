@@ -47,6 +47,7 @@ LINEAR = {
     "x @ W.T": lambda: (Apply(lambda m, x: x @ m.w.T, w=par(3, D)), x()),
     "x @ W.t() 2-D": lambda: (Apply(lambda m, x: torch.mm(x, m.w.t()), w=par(3, D)), x(B, D)),
     "x.matmul(W.mT)": lambda: (Apply(lambda m, x: x.matmul(m.w.mT), w=par(3, D)), x()),
+    "tensordot": lambda: (Apply(lambda m, x: torch.tensordot(x, m.w, dims=([-1], [0])), w=par(D, 3)), x()),
     "x @ w vector": lambda: (Apply(lambda m, x: x @ m.w, w=par(D)), x()),
     "W @ x": lambda: (Apply(lambda m, x: m.w @ x.mT, w=par(3, D)), x()),
     "batched matrix": lambda: (Apply(lambda m, x: (x[:, :, None] @ m.w).squeeze(2), w=par(L, D, 2)), x()),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -270,9 +271,14 @@ def test_the_same_bits_without_vectors(tmp_path: Path) -> None:
         (lambda: fill_rows(np.zeros((2, 2), np.float32), np.array([0, 1 << 63], np.uint64), 1.0, KEY), "2\\^63"),
         (lambda: fill_rows(np.zeros((2, 2), np.float32), np.array([0.0, 1.0]), 1.0, KEY), "integers"),
         (lambda: fill_rows(np.zeros((2, 2), np.float32), np.arange(3), 1.0, KEY), "2 integers"),
-        (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([2]), 1.0, KEY), "2 rows"),
-        (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([-1]), 1.0, KEY), "2\\^63"),
-        (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([[0]]), 1.0, KEY), "vector"),
+        (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([2]), 1.0, 0.5, KEY), "2 rows"),
+        (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([-1]), 1.0, 0.5, KEY), "2\\^63"),
+        (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([[0]]), 1.0, 0.5, KEY), "vector"),
+        (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([0]), 1.0, 0.3, KEY), "power of two"),
+        (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([0]), 1.0, 0.0, KEY), "power of two"),
+        (lambda: chacha.add_normal(np.zeros(2, np.float32), 1.0, 2.0**-130, KEY, 0, 1, np.arange(2)), "power of two"),
+        (lambda: chacha.add_normal(np.zeros(2, np.float32), 1.0, 0.5, KEY, 0, 1, np.arange(2.0)), "int64"),
+        (lambda: chacha.add_normal(np.zeros(2, np.float32), 1.0, 0.5, KEY, -1, 1, np.arange(2)), "first is -1"),
         (lambda: fill_rows(np.zeros((2, 2), np.float32), np.arange(2), np.ones(3), KEY), "std"),
     ],
 )
@@ -391,13 +397,14 @@ def test_circle() -> None:
 
 def test_extreme_words() -> None:
     """No word gives u = 0 or u = 1: the radius is finite and positive, and at most 9.493."""
-    words, normals = np.zeros(GROUP, np.uint32), np.empty(GROUP, np.float32)
-    more = np.zeros(GROUP, np.uint32)
+    words, more = np.zeros(GROUP, np.uint32), np.zeros(GROUP, np.uint32)
+    radii, points = np.empty(GROUP // 2, np.float32), np.empty(GROUP, np.float32)
     half = GROUP // 2
     words[:6] = 0xFFFFFFFF, 0xFFFFFF00, 1 << 16, (1 << 16) - 1, 1, 0
     more[3] = 0xFFFFFFFF
-    chacha._box_muller(words, normals)
-    chacha._box_muller_tail(words, more, normals)
+    chacha._box_muller(words, radii, points)
+    chacha._box_muller_tail(words, more, radii)
+    normals = np.tile(radii, 2) * points
     radius = np.hypot(normals[:half], normals[half:]).astype(np.float64)
     u = [1 - 2.0**-24, 1 - 2.0**-24, 2.0**-16 + 2.0**-32, 2.0**-16, 2.0**-32, 2.0**-65]
     np.testing.assert_allclose(radius[:6], np.sqrt(-2 * np.log(u)), rtol=3e-7)
@@ -422,15 +429,100 @@ def test_short_words_get_more_bits() -> None:
     assert found > 2
 
 
+# ---------------------------------------------------------------------- added to something, and rounded
+
+GRID = 2.0**-11
+
+
+def parts_of(group: int, dtype: type) -> tuple[np.ndarray, np.ndarray]:
+    """Radii and points of a group of the sequence, whose products are its normals."""
+    start, words, radii, points = chacha._memory(KEY, np.empty(0, dtype))
+    chacha._number(start, group)
+    chacha._draw(radii, points, words, start)
+    return np.tile(radii, 2), points
+
+
+def assert_rounded(got: np.ndarray, exact: np.ndarray, grid: float = GRID) -> None:
+    """`got` lies on the grid, next to what it was rounded from, save where that is next to the middle of two of its points."""
+    assert (got / grid == np.rint(got / grid)).all()
+    assert np.abs(got - exact).max() <= 0.501 * grid
+    assert (np.rint(exact / grid) * grid == got).mean() > 0.99
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("dim", [1, 16, 37])
-def test_rows_are_added_where_they_belong(dtype: type, dim: int) -> None:
+@pytest.mark.parametrize("decays", [False, True])
+def test_rows_are_added_where_they_belong(dtype: type, dim: int, decays: bool) -> None:
     random = np.random.default_rng(0)
-    rows, std = random.permutation(300)[:90], random.random(90)
+    rows, std, factor = random.permutation(300)[:90], random.random(90), random.random(90)
     table = random.random((300, dim)).astype(dtype)
     noise = np.empty((90, dim), dtype)
     fill_rows(noise, rows, std, KEY)
-    expected = table.copy()
-    expected[rows] += noise
-    add_rows(table, rows, std, KEY)
-    np.testing.assert_allclose(table, expected, rtol=4 * np.finfo(dtype).eps, atol=4 * np.finfo(dtype).eps)
+    before = table.copy()
+    add_rows(table, rows, std, GRID, KEY, factor if decays else None)
+    assert_rounded(table[rows], (factor[:, None] if decays else 1) * before[rows].astype(float) + noise)
+    others = np.setdiff1d(np.arange(300), rows)
+    np.testing.assert_array_equal(table[others], before[others])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("width", [1, 3, 64, 700, 2500])
+@pytest.mark.parametrize("share", [0, 0.3, 1])
+def test_sums_count_in_their_rows_alone(dtype: type, width: int, share: float) -> None:
+    """However the work is divided."""
+    count, random = 7000 // width, np.random.default_rng(1)
+    rows = np.sort(random.choice(count, int(share * count), replace=False))
+    sums = np.full((count, width), np.nan, dtype)  # what is left from another step
+    sums[rows] = random.standard_normal((len(rows), width))
+    expected = np.nan_to_num(sums).astype(float).reshape(-1) + sequence(sums.size, std=0.7, dtype=dtype)
+    whole = sums.copy().reshape(-1)
+    chacha.add_normal(whole, 0.7, GRID, KEY, 0, width, rows)
+    assert_rounded(whole, expected)
+    for size in (GROUP, 1000, 4096):
+        parts = sums.copy().reshape(-1)
+        for first in range(0, len(parts), size):
+            chacha.add_normal(parts[first : first + size], 0.7, GRID, KEY, first, width, rows)
+        np.testing.assert_array_equal(parts, whole)
+
+
+def test_sum_and_noise_are_rounded_from_their_exact_total() -> None:
+    """The total is exact, rounded to float32 and then to the grid: a function of it alone, whatever its parts are.
+
+    Were the noise, or noise plus sum, rounded to float32 before, the total would have holes that depend on the sum.
+    """
+    radii, points = parts_of(0, np.float32)
+    sums = np.random.default_rng(2).standard_normal(GROUP).astype(np.float32) * np.float32(1e-3)
+    got = sums.copy()
+    chacha.add_normal(got, 0.7, GRID, KEY, 0, GROUP, np.zeros(1, np.int64))
+    scaled = np.float32(0.7 / GRID) * radii
+    for i in range(GROUP):
+        total = Fraction(float(scaled[i])) * Fraction(float(points[i])) + Fraction(float(sums[i])) / Fraction(GRID)
+        single = np.float32(float(total))  # of 48 + 24 bits that overlap: float64 rounds far below float32's last bit
+        assert got[i] == np.rint(single) * np.float32(GRID)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_pairs_move_together(dtype: type, shifted: bool) -> None:
+    random = np.random.default_rng(3)
+    rows, dim = random.permutation(40)[:25], 37
+    table, other = (random.standard_normal((40, dim)).astype(dtype) for _ in range(2))
+    drift, std = random.standard_normal((4, 25)), random.standard_normal((3, 25))
+    std[2, ::3] = 0
+    shift = random.standard_normal((25, dim)).astype(dtype) if shifted else None
+    second = stream_key(bytes(32))
+    z, rest = rows_of(rows, dim, dtype=dtype).astype(float), rows_of(rows, dim, second, dtype=dtype).astype(float)
+    z = z if shift is None else z + shift
+    w, v = table[rows].astype(float), other[rows].astype(float)
+    x = drift[0, :, None] * w + drift[1, :, None] * v + std[0, :, None] * z
+    y = drift[2, :, None] * w + drift[3, :, None] * v + std[1, :, None] * z + std[2, :, None] * rest
+    chacha.move_pairs(table, other, rows, drift, std, shift, (GRID, 2 * GRID), (KEY, second))
+    assert_rounded(table[rows], x)
+    assert_rounded(other[rows], y, 2 * GRID)
+
+
+def test_pairs_without_a_grid_are_not_rounded() -> None:
+    table, other = np.full((1, 3), 0.1), np.full((1, 3), 0.3)
+    drift, std = np.array([[1.0], [0.0], [0.0], [1.0]]), np.zeros((3, 1))
+    chacha.move_pairs(table, other, np.array([0]), drift, std, None, (0.0, 0.0), (KEY, KEY))
+    np.testing.assert_array_equal(np.concatenate([table, other]), [[0.1] * 3, [0.3] * 3])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -137,3 +138,69 @@ def test_ragged_batches_need_take() -> None:
 def test_needs_two_units() -> None:
     with pytest.raises(SparseDPError, match="at least 2"):
         sparsedp.check(Clicks(), bce, clicks(1))
+
+
+# ------------------------------------------------------------------ what is not a number
+
+
+def _masked_mean(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """0 / 0 for a unit without a valid position."""
+    valid = (y > 0).double()
+    return ((out * valid).sum(1) / valid.sum(1)).mean()
+
+
+NOT_FINITE = {  # loss(out, y), the unit at fault is the one whose y is 0
+    "loss is NaN": lambda out, y: (out.mean(1) * (y[:, 0] / y[:, 0])).mean(),
+    "loss is infinite": lambda out, y: (out.mean(1).square() - y[:, 0].log()).mean(),
+    "mean over nothing": _masked_mean,
+    "gradient is NaN": lambda out, y: (out * y).square().sum(1).sqrt().mean(),
+    "gradient is infinite": lambda out, y: (out.mean(1) * y[:, 0]).abs().sqrt().mean(),
+    "gradient of what was left out": lambda out, y: torch.where(y > 0, out / y, out).mean(),
+}
+
+
+@pytest.mark.parametrize("case", NOT_FINITE)
+@pytest.mark.parametrize("unit", [0, 3, 7])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_what_is_not_finite_fails(case: str, unit: int, reduction: str) -> None:
+    """Every comparison with NaN is false, and must not read as "no difference". Unit 7 is not one of those looked at alone."""
+    y = torch.ones(8, 3)
+    y[unit] = 0
+    scale = 8 if reduction == "sum" else 1
+    with pytest.raises(sparsedp.NonFiniteGradientError, match=r"NaN|nan|inf"):
+        sparsedp.check(
+            nn.Linear(4, 3),
+            lambda out, y: scale * NOT_FINITE[case](out, y),
+            (torch.randn(8, 4), y),
+            loss_reduction=reduction,
+        )
+
+
+def test_nan_is_named_with_its_parameter_and_module() -> None:
+    class Roots(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * (x > 0)).sqrt()  # infinite slope at 0, times 0
+
+    model = nn.Sequential(nn.Linear(4, 3), Roots())
+    with pytest.raises(sparsedp.NonFiniteGradientError, match=r"parameter '0\.weight' is NaN or infinite"):
+        sparsedp.check(model, lambda out, y: out.mean(), (torch.randn(8, 4), torch.zeros(8)))
+
+    class Logs(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.log(-x.square())
+
+    model = nn.Sequential(nn.Linear(4, 3), Logs())
+    with pytest.raises(sparsedp.NonFiniteGradientError, match="loss of 8 units together is nan"):
+        sparsedp.check(model, lambda out, y: out.mean(), (torch.randn(8, 4), torch.zeros(8)))
+    # NaN that is left out of the loss, and of all gradients, is named by the module that makes it.
+    kept = Apply(lambda m, x: (m.logs(x.detach()), m.layer(x))[1], logs=Logs(), layer=nn.Linear(4, 3))
+    with pytest.raises(sparsedp.NonFiniteGradientError, match="unit 0 alone: The output of module 'logs' has NaN"):
+        sparsedp.check(kept, lambda out, y: out.mean(), (torch.randn(8, 4), torch.zeros(8)))
+
+
+def test_infinite_masks_pass() -> None:
+    """-inf before a softmax is how positions are left out."""
+    model = Apply(
+        lambda m, x: m.l(x).masked_fill(torch.tensor([False, True, False]), -math.inf).softmax(-1), l=nn.Linear(4, 3)
+    )
+    sparsedp.check(model, lambda out, y: out[:, 0].mean(), (torch.randn(8, 4), torch.zeros(8)))

@@ -314,18 +314,18 @@ def test_nothing_that_was_loaded_is_a_part_of_the_file(tmp_path: Path, monkeypat
     """Whoever writes into it afterwards changes nothing here."""
     _in_small_pieces(monkeypatch)
 
-    def begin() -> tuple:
+    def begin(seen: torch.Tensor) -> tuple:
         module = Remembering()
+        module.seen = seen
         optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
         made = make_private(module, loader_of(*clicks(64), batch_size=8), optimizer=optimizer)
         return (*made, torch.optim.lr_scheduler.ExponentialLR(made[2], 0.9))
 
-    first = begin()
-    first[1].seen = torch.arange(3.0)
+    first = begin(torch.arange(3.0))
     steps(first, 3)
     path = tmp_path / "c.pt"
     first[0].save_checkpoint(path, extra={"mine": torch.arange(4.0)})
-    run = begin()
+    run = begin(torch.zeros(3))
     extra = run[0].load_checkpoint(path)
     assert run[1].loads == 1 and torch.equal(run[1].seen, torch.arange(3.0))
     states = extra, run[1].state_dict(), run[2].state_dict(), run[3].state_dict(), run[2].prepared, run[2].memory

@@ -53,7 +53,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def rows(run: str, kind: str) -> list[dict[str, Any]]:
-    found = [json.loads(line) for line in Path(run, "metrics.jsonl").read_text().splitlines()]
+    found = [json.loads(line) for line in Path(run, "private/metrics.jsonl").read_text().splitlines()]
     return [row for row in found if row["kind"] == kind]
 
 
@@ -63,14 +63,14 @@ def rows(run: str, kind: str) -> list[dict[str, Any]]:
 def test_a_run_is_ranked_beside_its_baselines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "tiny.yaml", "--run-dir", "run"]) == 0
     out = capsys.readouterr().out
-    result = json.loads(Path("run/result.json").read_text())
+    result = json.loads(Path("run/private/result.json").read_text())
     assert result["steps"] == STEPS
     for name in ("ndcg@10", "hit@10"):
         assert 0 <= result[name] <= 1 and 0 < result[f"popularity_{name}"] < result[f"planted_{name}"] < 1
     assert [row["step"] for row in rows("run", "evaluation")] == [6, 12]
     assert rows("run", "evaluation")[-1]["ndcg@10"] == result["ndcg@10"]
     assert "NDCG@10, held out" in out and "for the most popular items" in out and "Checked" in out
-    statement = json.loads(Path("run/statement.json").read_text())
+    statement = json.loads(Path("run/release/statement.json").read_text())
     assert "vocabulary, which was counted" not in json.dumps(statement)
     assert "one user" in json.dumps(statement)
 
@@ -81,7 +81,7 @@ def test_every_model_trains_and_its_gradients_are_checked(kind: str, tied: bool)
     settings = ["training.epochs=1", "training.batch_size=150", f"model={{kind: {kind}, dim: 8, tied: {tied}}}"]
     result = run_training(load_config("tiny.yaml", settings), Path("run"))
     assert result.finished and 0 <= result.metrics["ndcg@10"] <= 1
-    names = torch.load("run/model.pt", weights_only=True).keys()
+    names = torch.load("run/release/model.pt", weights_only=True).keys()
     assert ("output_table.weight" in names) == (not tied)
 
 
@@ -146,7 +146,7 @@ def test_evaluation_leaves_dropout_as_it_was() -> None:
     for name, every in (("a", "null"), ("b", "1")):
         settings = ["training.seed=3", f"training.evaluate_every_epochs={every}"]
         run_training(load_config("tiny.yaml", settings), Path(name))
-    a, b = (torch.load(f"{name}/model.pt", weights_only=True) for name in "ab")
+    a, b = (torch.load(f"{name}/release/model.pt", weights_only=True) for name in "ab")
     assert all(torch.equal(a[key], b[key]) for key in a)
 
 
@@ -158,14 +158,14 @@ def test_a_resumed_run_is_the_same_run(loss: str) -> None:
     run_training(config, Path("parts"), should_stop=lambda step: step == 5)
     result = run_training(config, Path("parts"), resume=True)
     assert result.finished
-    whole, parts = (torch.load(f"{name}/model.pt", weights_only=True) for name in ("whole", "parts"))
+    whole, parts = (torch.load(f"{name}/release/model.pt", weights_only=True) for name in ("whole", "parts"))
     assert all(torch.equal(whole[key], parts[key]) for key in whole)
 
 
 def test_reattention_is_told_the_noise_of_the_plan() -> None:
     config = load_config("tiny.yaml", ["model.kind=dpformer", "training.epochs=1", "privacy.noise_multiplier=2.0"])
     run_training(config, Path("run"))
-    weights = torch.load("run/model.pt", weights_only=True)
+    weights = torch.load("run/release/model.pt", weights_only=True)
     assert weights["weight_error"].item() == pytest.approx(2.0 / 50)
     assert weights["item_error"][0] == 0 and (weights["item_error"][1:] >= 2.0 / 50).all()
 
@@ -179,7 +179,7 @@ def test_a_file_of_frequencies(tmp_path: Path) -> None:
     Path("shares.json").write_text(json.dumps({"a": 0.5, "c": 1.0, "z": 0.1}))
     config = load_config("tiny.yaml", [*changes, "model.frequencies=shares.json", "training.epochs=1"])
     run_training(config, Path("run"))
-    error = torch.load("run/model.pt", weights_only=True)["item_error"]
+    error = torch.load("run/release/model.pt", weights_only=True)["item_error"]
     # 1 / (5 p), where 5 p counts as at least 1: items a to e have ids 1 to 5.
     assert error.tolist() == pytest.approx([0, 0.4, 1, 0.2, 1, 1])
     for text, problem in (
@@ -197,10 +197,11 @@ def test_released_frequencies_are_paid_for_once() -> None:
     config = load_config("tiny.yaml", changes)
     stopped = run_training(config, Path("run"), should_stop=lambda step: step == 4)
     assert not stopped.finished
-    before = torch.load("run/model.pt", weights_only=True)["item_error"]
+    before = torch.load("run/private/checkpoint.pt", weights_only=True)["model"]["item_error"]
     result = run_training(config, Path("run"), resume=True)
     assert result.finished and result.statement.epsilon <= 8.0 and "frequencies" in result.statement.guarantee
-    assert torch.equal(torch.load("run/model.pt", weights_only=True)["item_error"], before)
+    assert torch.equal(torch.load("run/release/model.pt", weights_only=True)["item_error"], before)
+    assert torch.load("run/release/frequencies.pt", weights_only=True).keys() == {"item_table.weight"}
     with pytest.raises(ConfigError, match=r"privacy.frequencies: re-attention alone"):
         load_config("tiny.yaml", ["privacy.frequencies={epsilon: 1.0}"])
 
@@ -212,7 +213,8 @@ def test_the_statement_names_a_vocabulary_from_a_file(tmp_path: Path) -> None:
     assert isinstance(config.data, SequencesData) and config.data.path == str(tmp_path / "log")
     result = run_training(config, Path("run"))
     assert (
-        "The vocabulary, which was counted on the private data without noise." in Path("run/statement.txt").read_text()
+        "The vocabulary, which was counted on the private data without noise."
+        in Path("run/release/statement.txt").read_text()
     )
     assert "planted_ndcg@10" not in result.metrics and result.metrics["popularity_hit@10"] == 1  # 7 items
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import sparsedp
 from sparsedp import SparseDPError, UnsupportedError
@@ -384,3 +385,48 @@ def test_interrupted_forward_leaves_nothing_behind() -> None:
         bce(module(ids, x), y).backward()
         optimizer.step()
     assert engine.ledger.steps == 8
+
+
+class KeepsGradients(torch.optim.SGD):
+    """Its state holds the gradient of the step before, not a copy of it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            parameter.sub_(parameter.grad, alpha=0.1)
+            self.state[parameter]["before"] = parameter.grad
+
+
+@pytest.mark.parametrize("kind", ["own optimizer", "hook", "hook of all optimizers"])
+def test_gradients_that_somebody_keeps_stay_as_they_are(kind: str) -> None:
+    """Their memory must not be used for the sums of later batches, which have no noise yet."""
+    module, kept = Clicks(), {}  # type: nn.Module, dict[Any, torch.Tensor]
+
+    def keep(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        kept.update({p: p.grad for group in optimizer.param_groups for p in group["params"]})
+
+    optimizer = (KeepsGradients if kind == "own optimizer" else torch.optim.SGD)(module.parameters(), lr=0.1)
+    handle = None
+    if kind == "hook":
+        optimizer.register_step_post_hook(keep)
+    elif kind != "own optimizer":
+        handle = register_optimizer_step_post_hook(keep)
+    try:
+        _, module, private, loader = make_private(
+            module, loader_of(*clicks(64), batch_size=16), optimizer=optimizer, max_physical_batch=4
+        )
+        before: dict[Any, torch.Tensor] = {}
+        for ids, features, target in loader:
+            private.zero_grad()
+            bce(module(ids, features), target).backward()
+            last = loader.current.last
+            private.step()
+            if last:
+                if kind == "own optimizer":
+                    kept.update({p: own["before"] for p, own in private.state.items()})
+                before = {p: gradient.clone() for p, gradient in kept.items()}
+            assert all(torch.equal(kept[p], gradient) for p, gradient in before.items())
+        assert before
+    finally:
+        if handle is not None:
+            handle.remove()

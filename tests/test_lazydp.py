@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import sparsedp
+from sparsedp.grid import grid_of, round_to
 from sparsedp.lazy.pace import Coefficients, Pace
 from sparsedp.lazy.tables import STEP
-from sparsedp.noise import WAITING, GaussianNoise, row_normals
+from sparsedp.noise import WAITING, GaussianNoise, row_normals, zero_others
 from support import Clicks, clicks, loader_of, make_private, train
 
 ROWS, UNITS, STEPS, LONG = 40, 120, 60, 250
@@ -60,12 +61,15 @@ class EagerNoise(GaussianNoise):
         super().__init__(key)
         self._tables = {names.index(name): (i, module.get_parameter(name)) for i, name in enumerate(TABLES)}
 
-    def fill(self, tensors: Any, std: float, step: int) -> None:
-        super().fill({at: tensor for at, tensor in tensors.items() if at not in self._tables}, std, step)
+    def add(self, tensors: Any, std: float, step: int) -> None:
+        super().add({at: sums for at, sums in tensors.items() if at not in self._tables}, std, step)
         for at, (index, table) in self._tables.items():
             if at in tensors:
-                noise = row_normals(self.key.child(WAITING).child(STEP, index, step), torch.arange(len(table)), table)
-                tensors[at].copy_(std * noise)
+                zero_others(tensors[at])
+                if std > 0:
+                    key = self.key.child(WAITING).child(STEP, index, step)
+                    noise = row_normals(key, torch.arange(len(table)), table)
+                    tensors[at].values.copy_(round_to(std * noise + tensors[at].values, grid_of(std)))
 
 
 class Run:
@@ -286,15 +290,16 @@ def test_pace_against_stepping(name: str) -> None:
         pace.advance(one)
         parameter.grad = torch.from_numpy(noise[step])
         optimizer.step()
-    impulses = np.array([pace.impulse(coefficients, step) for step in range(40)])  # (40, 2)
+    later = [pace.transition(np.array([step + 1]))[:, 0] for step in range(39)] + [np.array([1.0, 0.0, 0.0, 1.0])]
+    impulses = np.array([phi.reshape(2, 2) @ (one.gw, one.gv) for phi, one in zip(later, coefficients)])  # (40, 2)
     np.testing.assert_allclose(impulses[:, 0] @ noise, parameter.detach().numpy(), rtol=1e-10, atol=1e-12)
     for since in (0, 7, 39):
         ww, vw, vv = pace.deviation(np.array([since]))[:, 0]
-        later = impulses[since:]
-        np.testing.assert_allclose(ww**2, (later[:, 0] ** 2).sum(), rtol=1e-10)
+        pending = impulses[since:]
+        np.testing.assert_allclose(ww**2, (pending[:, 0] ** 2).sum(), rtol=1e-10)
         if pace.has_momentum:
-            np.testing.assert_allclose(ww * vw, (later[:, 0] * later[:, 1]).sum(), rtol=1e-9, atol=1e-12)
-            np.testing.assert_allclose(vw**2 + vv**2, (later[:, 1] ** 2).sum(), rtol=1e-9)
+            np.testing.assert_allclose(ww * vw, (pending[:, 0] * pending[:, 1]).sum(), rtol=1e-9, atol=1e-12)
+            np.testing.assert_allclose(vw**2 + vv**2, (pending[:, 1] ** 2).sum(), rtol=1e-9)
 
 
 def test_a_full_window_settles_everything(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,7 +492,7 @@ def test_deterministic_check_with_ones(aggregate: bool, monkeypatch: pytest.Monk
     def ones(key: Any, rows: Tensor, like: Tensor) -> Tensor:
         return torch.ones(len(rows), *like.shape[1:], dtype=like.dtype)
 
-    def add_ones(key: Any, table: Tensor, rows: Tensor, std: np.ndarray) -> None:
+    def add_ones(key: Any, table: Tensor, rows: Tensor, std: np.ndarray, grid: float, factor: None) -> None:
         table[rows] += torch.from_numpy(std)[:, None]
 
     monkeypatch.setattr("sparsedp.lazy.tables.row_normals", ones)
@@ -497,8 +502,9 @@ def test_deterministic_check_with_ones(aggregate: bool, monkeypatch: pytest.Monk
         before = run.module.shared.weight.detach().clone()
     run.train(20)
     moved = torch.Tensor(run.module.shared.weight.detach())[ROWS:] - before[ROWS:]
-    steps = 20**0.5 if aggregate else -20
-    torch.testing.assert_close(moved, torch.full_like(moved, steps * 0.25 * 0.8 * 0.7 / 6))
+    std = 0.8 * 0.7 / 6
+    expected = 20**0.5 * std if aggregate else -20 * round_to(np.array(std), grid_of(std))  # steps are rounded each
+    torch.testing.assert_close(moved, torch.full_like(moved, 0.25 * float(expected)))
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])

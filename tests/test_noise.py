@@ -11,7 +11,8 @@ from scipy import stats
 from torch import nn
 
 from sparsedp.bench.noise import bench_noise
-from sparsedp.noise import CHUNK, GaussianNoise, RandomKey, add_row_normals, row_normals
+from sparsedp.grid import grid_of, round_to
+from sparsedp.noise import CHUNK, GaussianNoise, RandomKey, Sums, add_row_normals, row_normals
 from support import Clicks, clicks, loader_of, make_private, train
 
 
@@ -75,13 +76,14 @@ def test_torch_seed_has_no_influence() -> None:
     assert not torch.equal(*drawn)
 
 
-def test_the_whole_generator_state_depends_on_the_key() -> None:
-    """torch keeps only 32 bits of a seed; two keys that agree in a 32-bit seed must still differ everywhere."""
-    one, two = (
-        RandomKey.from_seed(seed).torch(0).get_state().numpy()[24 : 24 + 8 * 624].view(np.uint64) for seed in (1, 2)
-    )
-    assert (one != two).mean() > 0.99
-    assert len(np.unique(one)) > 600
+@pytest.mark.parametrize("device, dtype", [("cpu", torch.bfloat16), ("cpu", torch.float16), ("meta", torch.float32)])
+def test_other_dtypes_and_devices_get_the_ciphers_noise(device: str, dtype: torch.dtype) -> None:
+    """Drawn on the CPU and copied: the same numbers, to rounding, as float32 has; nothing of the device's generator."""
+    tensor, same = torch.empty(3, 40_000, dtype=dtype, device=device), torch.empty(3, 40_000)
+    noise = GaussianNoise(RandomKey.from_seed(1))
+    noise.fill({7: tensor}, 2.0, 5)
+    noise.fill({7: same}, 2.0, 5)
+    assert device == "meta" or torch.equal(tensor, same.to(dtype))
 
 
 def test_keys_keep_their_secret() -> None:
@@ -136,15 +138,67 @@ def test_unused_parameters_get_noise() -> None:
 def test_noise_on_rows_in_place(dtype: torch.dtype) -> None:
     """Compiled, and as torch does it for other types and for tables with gaps."""
     key, rows, std = RandomKey.from_seed(0), torch.tensor([4, 0, 7]), np.array([1.0, 2.0, 0.5])
-    noise = row_normals(key, rows, torch.empty(9, 3, 5, dtype=dtype))
-    expected = torch.zeros(9, 3, 5, dtype=dtype).index_add_(
-        0, rows, noise * torch.tensor(std, dtype=dtype).view(3, 1, 1)
-    )
-    together = torch.zeros(9, 3, 5, dtype=dtype)
-    apart = torch.zeros(9, 3, 10, dtype=dtype)[:, :, ::2]
+    grid, factor = 2.0**-11, np.array([0.5, 2.0, 1.0])
+    own = torch.float64 if dtype == torch.float64 else torch.float32
+    noise = row_normals(key, rows, torch.empty(9, 3, 5, dtype=own)).double()
+    total = noise * torch.from_numpy(std).view(3, 1, 1) + torch.from_numpy(factor).view(3, 1, 1)
+    expected = torch.ones(9, 3, 5, dtype=dtype)
+    expected[rows] = round_to(total, grid).to(dtype)
+    together = torch.ones(9, 3, 5, dtype=dtype)
+    apart = torch.ones(9, 3, 10, dtype=dtype)[:, :, ::2]
     for table in (together, apart):
-        add_row_normals(key, table, rows, std)
-        torch.testing.assert_close(table, expected)
+        add_row_normals(key, table, rows, std, grid, factor)
+        assert (round_to(table, grid) == table).all()
+        torch.testing.assert_close(table, expected, rtol=0.01 if dtype == torch.bfloat16 else 0, atol=1.01 * grid)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_noise_on_sums(dtype: torch.dtype) -> None:
+    """Compiled, and for other types; where all rows hold sums, some, and none; on vectors, numbers and nothing at all."""
+    key, std = RandomKey.from_seed(0), 0.3
+    grid = grid_of(std)
+    shapes = [(40, 3, 5), (7,), (), (0, 4)]
+    for shape in shapes:
+        count = shape[0] if shape else 0
+        for rows in (None, torch.empty(0, dtype=torch.long), torch.arange(min(1, count), count, 3)):
+            sums = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float32).to(dtype)
+            held = torch.zeros_like(sums)
+            if rows is None:
+                held = sums.clone()
+            elif rows.numel():
+                held[rows] = sums[rows]
+            noise = torch.empty(shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+            GaussianNoise(key).fill({3: noise}, std, 5)
+            expected, without = round_to(held.double() + noise.double(), grid).to(dtype), sums.clone()
+            GaussianNoise(key).add({3: Sums(sums, rows)}, std, 5)
+            assert (round_to(sums, grid) == sums).all()
+            torch.testing.assert_close(sums, expected, rtol=0.01 if dtype == torch.bfloat16 else 0, atol=1.01 * grid)
+            GaussianNoise(key).add({3: Sums(without, rows)}, 0.0, 5)  # no noise, no rounding
+            assert torch.equal(without, held)
+
+
+def test_noise_on_sums_does_not_depend_on_threads() -> None:
+    threads = torch.get_num_threads()
+    results = []
+    for count in (1, 3):
+        torch.set_num_threads(count)
+        sums = torch.ones(CHUNK // 2, 5)
+        GaussianNoise(RandomKey.from_seed(3)).add({0: Sums(sums, torch.arange(0, CHUNK // 2, 7))}, 1.0, 0)
+        results.append(sums)
+    torch.set_num_threads(threads)
+    assert torch.equal(*results)
+
+
+def test_law_of_what_is_rounded() -> None:
+    """The right scale, on the grid, and nothing beside it: rounding adds a millionth of the variance."""
+    sums = torch.zeros(500, 100)
+    GaussianNoise(RandomKey.from_seed(1)).add({0: Sums(sums)}, 2.5, step=4)
+    sample = sums.flatten().numpy()
+    assert accepts(sample, 2.5)
+    assert not accepts(sample, 2.5 * 2 / 3) and not accepts(sample, 2.5 * 3 / 2)
+    steps = sample / grid_of(2.5)
+    assert (steps == np.rint(steps)).all()
+    assert stats.chisquare(np.bincount(steps.astype(np.int64) % 16, minlength=16)).pvalue > 1e-4
 
 
 def test_benchmark_has_all_its_rows() -> None:

@@ -1,7 +1,9 @@
 """The law of the batches, their shapes when empty, micro-batches, and resuming."""
 
+import copy
 import gc
 import itertools
+import pickle
 import tracemalloc
 import weakref
 from collections import OrderedDict, defaultdict
@@ -29,6 +31,8 @@ from torch.utils.data import (
 from sparsedp.errors import CheckpointError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.noise import RandomKey
 from sparsedp.sampling import PrivateLoader, poisson_indices, private_loader
+from sparsedp.sampling.collate import empty_batch
+from sparsedp.sampling.layout import BatchLayout
 
 KEY = RandomKey.from_seed(11)
 
@@ -73,7 +77,7 @@ class TestPoissonLaw:
         size, rate, draws = 12, 0.3, 20_000
         member = np.zeros((draws, size))
         for t in range(draws):
-            member[t, poisson_indices(KEY.numpy(t), size, rate)] = 1
+            member[t, poisson_indices(KEY.generator(t), size, rate)] = 1
         # Each unit with the right probability.
         z = (member.sum(0) - draws * rate) / np.sqrt(draws * rate * (1 - rate))
         assert stats.chi2.sf((z**2).sum(), size) > 1e-3
@@ -93,9 +97,9 @@ class TestPoissonLaw:
         member = np.zeros((3, draws, size))
         other = RandomKey.from_seed(12)
         for t in range(draws):
-            member[0, t, poisson_indices(KEY.numpy(t), size, rate)] = 1
-            member[1, t, poisson_indices(KEY.numpy(t + 1), size, rate)] = 1
-            member[2, t, poisson_indices(other.numpy(t), size, rate)] = 1
+            member[0, t, poisson_indices(KEY.generator(t), size, rate)] = 1
+            member[1, t, poisson_indices(KEY.generator(t + 1), size, rate)] = 1
+            member[2, t, poisson_indices(other.generator(t), size, rate)] = 1
         for a, b in ((0, 1), (0, 2)):
             r = np.corrcoef(member[a].ravel(), member[b].ravel())[0, 1]
             assert abs(r) < 4 / np.sqrt(draws * size)
@@ -103,7 +107,7 @@ class TestPoissonLaw:
     @pytest.mark.parametrize("size, rate", [(1, 1.0), (1000, 1.0), (1000, 0.97), (20_000, 0.5), (1000, 1e-9)])
     def test_edges(self, size, rate):
         for t in range(20):
-            indices = poisson_indices(KEY.numpy(t), size, rate)
+            indices = poisson_indices(KEY.generator(t), size, rate)
             assert indices.dtype == np.int64
             assert (np.diff(indices) > 0).all()
             assert indices.size == 0 or (indices[0] >= 0 and indices[-1] < size)
@@ -113,7 +117,7 @@ class TestPoissonLaw:
     def test_cost_follows_the_batch(self):
         size = 1 << 40
         tracemalloc.start()
-        batches = [poisson_indices(KEY.numpy(t), size, 1000 / size) for t in range(20)]
+        batches = [poisson_indices(KEY.generator(t), size, 1000 / size) for t in range(20)]
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert peak < 1 << 22
@@ -131,7 +135,7 @@ class TestPoissonLaw:
         loader = make()
         for t, (step, indices) in enumerate(passes(loader, 3)):
             assert step == t
-            assert indices == poisson_indices(KEY.numpy(t), 50, 8 / 50).tolist()
+            assert indices == poisson_indices(KEY.generator(t), 50, 8 / 50).tolist()
 
 
 class Pair(NamedTuple):
@@ -162,10 +166,10 @@ def bags_with_last(examples):
 
 
 class TestEmptyBatch:
-    def empty(self, collate, dataset=None, workers=0):
+    def empty(self, collate, dataset=None, workers=0, public=()):
         """An empty batch of a loader whose every batch is empty, in effect."""
         loader = DataLoader(dataset or Ragged(), batch_size=1, collate_fn=collate, num_workers=workers)
-        private = private_loader(loader, key=KEY)
+        private = private_loader(loader, key=KEY, public_inputs=public)
         seen = []
         for batch in private:
             if private.current.units == 0:
@@ -193,23 +197,24 @@ class TestEmptyBatch:
             return (
                 OrderedDict(pair=Pair(ids, label), names=names, fields=[ids, label]),
                 defaultdict(list, transposed=ids.T, total=label.sum(), nothing=None, scale=0.5, flag=True),
-                Record(ids, "secret"),
+                Record(ids, "every"),
                 array,
             )
 
-        first, second, record, array = self.empty(collate)
+        first, second, record, array = self.empty(collate, public=("total",))
         assert isinstance(first, OrderedDict) and isinstance(first["pair"], Pair)
         assert first["pair"].ids.shape == (0, 2) and first["pair"].ids.dtype == torch.int64
         assert first["pair"].label.shape == (0,) and first["names"] == []
         assert [x.shape for x in first["fields"]] == [(0, 2), (0,)]
         assert second["transposed"].shape == (2, 0)
         assert second["total"].shape == () and second["total"] == 0
-        assert (second["nothing"], second["scale"], second["flag"]) == (None, 0.0, False)
-        assert record.ids.shape == (0, 2) and record.name == ""
+        # What is the same for every batch is so for the empty one, too.
+        assert (second["nothing"], second["scale"], second["flag"]) == (None, 0.5, True)
+        assert record.ids.shape == (0, 2) and record.name == "every"
         assert array.shape == (0, 3) and array.dtype == np.float16
 
     def test_padding(self):
-        batch = self.empty(pad)
+        batch = self.empty(pad, public=("longest", "count"))
         assert batch["ids"].shape == (0, 2) and batch["lengths"].shape == (0,)
         assert (batch["longest"], batch["count"]) == (2, 0)
 
@@ -241,15 +246,18 @@ class TestEmptyBatch:
                 assert offsets.tolist() == [0]
                 offsets += 1
 
-    def test_unknown_objects_are_refused_by_name(self):
-        with pytest.raises(UnsupportedError, match=r"empty batch.*builtins\.object"):
-            self.empty(lambda examples: object())
-        with pytest.raises(UnsupportedError, match="number of axes"):
-            self.empty(lambda examples: torch.zeros([1] * len(examples)))
-        with pytest.raises(UnsupportedError, match="layout"):
-            self.empty(lambda examples: torch.zeros(len(examples), 2).to_sparse())
-        with pytest.raises(UnsupportedError, match="NoneType"):
-            self.empty(lambda examples: None if len(examples) == 1 else torch.zeros(2))
+    @pytest.mark.parametrize(
+        ("collate", "named"),
+        [
+            (lambda examples: object(), r"builtins\.object"),
+            (lambda examples: torch.zeros([1] * len(examples)), "number of axes"),
+            (lambda examples: torch.zeros(len(examples), 2).to_sparse(), "layout"),
+            (lambda examples: None if len(examples) == 1 else torch.zeros(2), "NoneType"),
+        ],
+    )
+    def test_unknown_objects_are_refused_by_name(self, collate, named):
+        with pytest.raises(UnsupportedError, match=f"empty batch.*{named}"):
+            empty_batch(Ragged(), collate, BatchLayout())
 
 
 class TestCurrent:
@@ -393,7 +401,7 @@ class TestBreak:
             for _, batch in zip(range(stop), loader):
                 seen.append((loader.current.step, batch.tolist()))
         assert [step for step, _ in seen] == list(range(10))
-        assert all(indices == poisson_indices(KEY.numpy(t), 50, 8 / 50).tolist() for t, indices in seen)
+        assert all(indices == poisson_indices(KEY.generator(t), 50, 8 / 50).tolist() for t, indices in seen)
 
     def test_half_seen_logical_batch_is_not_drawn_again(self):
         loader = make(limit=2)
@@ -604,3 +612,19 @@ def test_a_collate_function_that_cannot_be_tried() -> None:
 
     with pytest.warns(SparseDPWarning, match="OSError\\('only in workers'\\)"):
         PrivateLoader(DataLoader(TensorDataset(torch.rand(20, 2)), batch_size=4, collate_fn=collate), key=KEY)
+
+
+class TestKeyStaysInside:
+    def test_going_back_draws_other_samples(self):
+        loader = make(key=RandomKey.from_os())
+        state = loader.state_dict()
+        seen = passes(loader)
+        loader.load_state_dict(state)
+        again = passes(loader)
+        assert [step for step, _ in again] == [step for step, _ in seen]
+        assert again != seen
+
+    @pytest.mark.parametrize("let_out", [pickle.dumps, copy.copy, copy.deepcopy])
+    def test_no_copies(self, let_out):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            let_out(make())

@@ -18,6 +18,7 @@ from sparsedp.capture import Capture
 from sparsedp.capture import products as products_module
 from sparsedp.capture import softmax as softmax_module
 from sparsedp.errors import UnitsMixedError
+from sparsedp.grid import grid_of
 from sparsedp.nn import (
     CandidateSampler,
     binary_candidate_loss,
@@ -395,8 +396,12 @@ def test_every_mechanism_trains_with_it(mechanism: str, physical: int | None) ->
             optimizer.step()
         assert engine.ledger.steps == 3
         ends.append({name: value.clone() for name, value in module.state_dict().items()})
+    # A sum beside the border of two cells of the grid may be rounded to either: in a step, lr times one cell.
+    cell = 3 * 0.1 * grid_of(engine.plan.noise_std / engine.plan.divisor)
     for name, value in ends[0].items():
-        torch.testing.assert_close(value, ends[1][name], rtol=1e-4, atol=1e-6)
+        apart = (value - ends[1][name]).abs() > 1e-6 + 1e-4 * value.abs()
+        assert int(apart.sum()) <= 0.05 * value.numel()
+        torch.testing.assert_close(value, ends[1][name], rtol=1e-4, atol=1e-6 + cell)
 
 
 @pytest.mark.filterwarnings("ignore::sparsedp.SparseDPWarning")

@@ -25,6 +25,7 @@ from sparsedp.mechanisms import Mechanism, mechanism_from_dict
 from sparsedp.mechanisms.contribution import contribution_map
 from sparsedp.mechanisms.exponential import top_k_gumbel
 from sparsedp.mechanisms.survivors import draw_survivors, log_survival
+from sparsedp.noise import RandomKey
 from support import Apply, Clicks, capture_uses, clicks, loader_of, make_private, train
 
 MECHANISMS: dict[str, Mechanism] = {
@@ -64,7 +65,7 @@ def test_fast_selection_has_the_law_of_the_naive_one(threshold: float) -> None:
     rows, values, size, std, draws = np.array([1, 4, 5, 11]), np.array([0.5, 3.0, 1.0, 2.0]), 16, 1.2, 6000
     counts = {}
     for index, draw in enumerate((draw_survivors, naive)):
-        g = np.random.default_rng(index)
+        g = np.random.default_rng(index) if draw is naive else RandomKey.from_seed(index).generator()
         picked = np.zeros((draws, size), dtype=bool)
         for i in range(draws):
             chosen = draw(rows, values, size, threshold, std, g)
@@ -93,7 +94,7 @@ def test_huge_vocabularies_and_tiny_probabilities(log_p: float) -> None:
     for _ in range(200):
         threshold = (low + high) / 2
         low, high = (threshold, high) if log_survival(threshold, std) > log_p else (low, threshold)
-    g = np.random.default_rng(0)
+    g = RandomKey.from_seed(0).generator()
     rows = np.array([0, 2**39, 2**40 - 1])
     found = [draw_survivors(rows, np.full(3, 1e9), size, threshold, std, g) for _ in range(draws)]
     assert all(set(rows) <= set(chosen) and chosen.max() < size for chosen in found)
@@ -476,17 +477,17 @@ def test_top_k_gumbel_has_the_law_of_the_naive_one() -> None:
     dense = np.zeros(size)
     dense[rows] = scores
     counts = np.zeros((2, size))
-    g = np.random.default_rng(0)
+    g, other = RandomKey.from_seed(0).generator(), np.random.default_rng(0)
     for _ in range(draws):
         fast = top_k_gumbel(rows, scores, size, k, g)
         assert len(set(fast)) == k
         counts[0, fast] += 1
-        counts[1, np.argsort(-(dense + g.gumbel(size=size)))[:k]] += 1
+        counts[1, np.argsort(-(dense + other.gumbel(size=size)))[:k]] += 1
     assert stats.chi2_contingency(counts).pvalue > 1e-5
 
 
 def test_top_k_of_few_rows() -> None:
-    g = np.random.default_rng(0)
+    g = RandomKey.from_seed(0).generator()
     assert top_k_gumbel(np.array([0, 1]), np.zeros(2), 2, 5, g).tolist() == [0, 1]
     assert len(top_k_gumbel(np.empty(0, np.int64), np.empty(0), 10, 4, g)) == 4
 
@@ -496,7 +497,6 @@ def test_scores_of_neighbours_move_apart_by_at_most_twice_the_clip() -> None:
     from sparsedp.clipping import Clipping
     from sparsedp.mechanisms import Step
     from sparsedp.mechanisms.exponential import _row_norms
-    from sparsedp.noise import RandomKey
 
     torch.manual_seed(0)
     module = TwoTables()
@@ -554,3 +554,14 @@ def test_a_table_of_width_1_that_is_multiplied(rows: int, chosen: slice) -> None
     torch.testing.assert_close(before - module.table.weight.detach(), wanted)
     assert optimizer.last_step.kept_mass == pytest.approx(float(x[:, chosen].sum() / x.sum()), rel=1e-4)
     assert optimizer.last_step.mean_norm == pytest.approx(float(x[:, chosen].sum(1).sqrt().mean()), rel=1e-4)
+
+
+def test_public_counts_without_nan() -> None:
+    """NaN sorts as the largest: rows that nobody counted would be selected."""
+    counts = torch.arange(50.0)
+    counts[3] = float("nan")
+    run = make_private(
+        Clicks(), loader_of(*clicks(64), batch_size=8), mechanism=sparsedp.FEST(k=5, counts={"table.weight": counts})
+    )
+    with pytest.raises(ValueError, match=r"NaN.*table\.weight"):
+        run[0].prepare()

@@ -15,11 +15,10 @@ import pytest
 import torch
 import yaml
 
-from sparsedp.cli import sweep as sweep_command
 from sparsedp.cli.config import Config
+from sparsedp.cli.files import locked
 from sparsedp.cli.load import load_config
 from sparsedp.cli.main import main
-from sparsedp.cli.result import Totals
 from sparsedp.cli.sweepfile import Sweep, SweepRun, expand, load_sweep
 from sparsedp.cli.sweepjobs import DataCache, Job, carry_out, evaluate_halves, perform
 from sparsedp.cli.train import run_training
@@ -215,7 +214,7 @@ def test_the_bundled_sweep_is_complete_and_explains_every_key() -> None:
         ({"set": {"data.held_out": 0}}, r"data.held_out is 0.* compares utility"),
         ({"set": {"optimizer.options": {"mass": 1}}}, r"dpsgd,.*seed=0: optimizer: Adagrad refuses its settings"),
         ({"set": {"loss": "mine:nothing"}}, r"dpsgd,.*seed=0: loss: mine:nothing: mine has no 'nothing'"),
-        ({"set": {"model": {"kind": "nowhere:model"}}}, r"model.kind: there is no module 'nowhere'"),
+        ({"set": {"model": {"kind": "nowhere:model"}}}, r"is neither in a file beside"),
         (
             {
                 "set": {"privacy.mechanism": {"name": "fest"}},
@@ -271,7 +270,7 @@ def test_a_sweep_from_start_to_report(capsys: pytest.CaptureFixture[str]) -> Non
         if row["group"] == "non_private":
             assert row["clipped_share"] == 0 and row["kept_mass"] == 1
         assert not list((folder / row["run"]).glob("*.pt")), "weights fill the disk"
-        assert load_config(folder / row["run"] / "config.yaml").name == row["run"]
+        assert load_config(folder / row["run"] / "private/config.yaml").name == row["run"]
     summary = json.loads((folder / "front.json").read_text())
     assert summary["metric"] == "auc" and len(summary["points"]) == 2
     for at in summary["points"]:
@@ -291,36 +290,38 @@ def test_a_sweep_from_start_to_report(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_finished_runs_are_not_run_again(capsys: pytest.CaptureFixture[str]) -> None:
     assert swept("small.yaml") == 0
-    results = {path: path.stat().st_mtime_ns for path in Path("runs/small").glob("*/result.json")}
+    results = {path: path.stat().st_mtime_ns for path in Path("runs/small").glob("*/private/result.json")}
     assert len(results) == 2
     unfinished = Path("runs/small/adafest,seed=0")
-    (unfinished / "result.json").unlink()
+    (unfinished / "private/result.json").unlink()
     (unfinished / "rest").write_text("of a run that was killed")
     capsys.readouterr()
     assert main(["sweep", "small.yaml", "--list"]) == 0
     assert capsys.readouterr().out == "done      dpsgd,seed=0\nopen      adafest,seed=0\n2 runs; 1 are done\n"
     assert main(["sweep", "small.yaml", "--jobs=2"]) == 0
     assert "1 of 2 runs to do, 1 at a time" in capsys.readouterr().err
-    again = {path: path.stat().st_mtime_ns for path in Path("runs/small").glob("*/result.json")}
-    assert {path for path in results if results[path] == again[path]} == {Path("runs/small/dpsgd,seed=0/result.json")}
+    again = {path: path.stat().st_mtime_ns for path in Path("runs/small").glob("*/private/result.json")}
+    assert {path for path in results if results[path] == again[path]} == {
+        Path("runs/small/dpsgd,seed=0/private/result.json")
+    }
     assert not (unfinished / "rest").exists()
 
 
 def test_a_changed_sweep_is_noticed(capsys: pytest.CaptureFixture[str]) -> None:
     assert swept("small.yaml") == 0
-    before = Path("runs/small/dpsgd,seed=0/metrics.jsonl").read_text()
+    before = Path("runs/small/dpsgd,seed=0/private/metrics.jsonl").read_text()
     changed = ["small.yaml", "--set=optimizer.lr=0.5"]
     capsys.readouterr()
     assert swept(*changed) == 2
     assert "2 finished runs in runs/small, such as dpsgd,seed=0, were made with another optimizer.lr" in (
         capsys.readouterr().err
     )
-    assert Path("runs/small/dpsgd,seed=0/metrics.jsonl").read_text() == before
+    assert Path("runs/small/dpsgd,seed=0/private/metrics.jsonl").read_text() == before
     assert main(["sweep", *changed, "--list", "--json"]) == 0
     assert {row["status"] for row in json.loads(capsys.readouterr().out)} == {"changed"}
     assert swept("small.yaml", "--set=training.log_every=7") == 0  # changes nothing about the result
     assert swept(*changed, "--redo") == 0
-    assert load_config("runs/small/dpsgd,seed=0/config.yaml").optimizer.lr == 0.5
+    assert load_config("runs/small/dpsgd,seed=0/private/config.yaml").optimizer.lr == 0.5
     # A variant that is gone leaves its runs, which do not count.
     path = written(SMALL, variants={"dpsgd": {}}, name="small", set={"optimizer.lr": 0.5})
     capsys.readouterr()
@@ -339,21 +340,24 @@ def test_a_failed_run_is_named_and_the_others_go_on(capsys: pytest.CaptureFixtur
     out, err = capsys.readouterr()
     assert "[2/3] tight,seed=0: FAILED: target_epsilon=0.01" in err and "[3/3] adafest,seed=0: AUC" in err
     assert "2 of 3 runs" in out and "**1 are missing**" in out and "- `tight,seed=0` failed: target_epsilon=0.01" in out
-    error = Path("runs/changed/tight,seed=0/error.txt").read_text()
+    error = Path("runs/changed/tight,seed=0/private/error.txt").read_text()
     assert error.startswith("target_epsilon=0.01") and "Traceback" in error
     assert main(["sweep", str(path), "--list"]) == 0
     assert "failed    tight,seed=0" in capsys.readouterr().out
     fixed = written(SMALL, variants={**variants, "tight": {}})
     assert swept(str(fixed)) == 0
     assert "2 are done" not in capsys.readouterr().out
-    assert not Path("runs/changed/tight,seed=0/error.txt").exists()
+    assert not Path("runs/changed/tight,seed=0/private/error.txt").exists()
 
 
 def test_models_are_kept_on_demand_and_outputs_are_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert swept("small.yaml", "--keep-models", "--json", "--run-dir", "here") == 0
     out, err = capsys.readouterr()
     assert not err and json.loads(out) == json.loads(Path("here/front.json").read_text())
-    assert Path("here/dpsgd,seed=0/model.pt").is_file() and Path("here/dpsgd,seed=0/checkpoint.pt").is_file()
+    assert (
+        Path("here/dpsgd,seed=0/release/model.pt").is_file()
+        and Path("here/dpsgd,seed=0/private/checkpoint.pt").is_file()
+    )
 
 
 def test_without_matplotlib_there_are_tables_and_a_message(
@@ -372,10 +376,10 @@ def test_without_matplotlib_there_are_tables_and_a_message(
 
 def test_two_sweeps_do_not_share_a_folder(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("fcntl")
-    with sweep_command._locked(Path("runs/small")):
+    with locked(Path("runs/small")):
         assert swept("small.yaml") == 2
         assert swept("small.yaml", "--report-only") == 0  # reads what is finished
-    assert "Another sweep is at work in runs/small" in capsys.readouterr().err
+    assert "Another sparsedp command is at work in runs/small" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ jobs
@@ -404,9 +408,9 @@ def test_processes_survive_the_death_of_a_run() -> None:
         "4-good": "done",
     }
     assert "ended with signal SIGKILL; there may not be enough memory" in (outcomes["1-killed"].error or "")
-    assert Path("out/1-killed/error.txt").read_text().startswith("the process of this run ended")
+    assert Path("out/1-killed/private/error.txt").read_text().startswith("the process of this run ended")
     assert outcomes["2-wrong"].error == "ValueError: no such model"
-    assert json.loads(Path("out/4-good/result.json").read_text())["test"]["loss"] > 0
+    assert json.loads(Path("out/4-good/private/result.json").read_text())["test"]["loss"] > 0
 
 
 def test_data_are_loaded_once_for_runs_that_share_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,13 +450,13 @@ def test_a_run_without_held_out_data_fails_by_name() -> None:
     )
     outcome = perform(job("a", config), DataCache(), lambda: False)
     assert outcome.status == "failed" and "Nothing is held out" in (outcome.error or "")
-    assert not Path("out/a/result.json").exists()
+    assert not Path("out/a/private/result.json").exists()
 
 
 def test_what_a_mechanism_warns_of_is_in_the_result() -> None:
     config = load_config("base.yaml", ["privacy.mechanism={name: fest, k: 3}"])
     assert perform(job("a", config), DataCache(), lambda: False).status == "done"
-    (warning,) = json.loads(Path("out/a/result.json").read_text())["warnings"]
+    (warning,) = json.loads(Path("out/a/private/result.json").read_text())["warnings"]
     assert "FEST selected no row" in warning
     assert "- of 2 runs: FEST selected" in page(summary_of([]), warnings={warning: 2})
 
@@ -461,14 +465,14 @@ def test_stopping_keeps_what_is_done_and_no_more() -> None:
     done = 0
 
     def stop() -> bool:
-        return done >= 1 and Path("out/b/metrics.jsonl").exists()
+        return done >= 1 and Path("out/b/private/metrics.jsonl").exists()
 
     outcomes = []
     for outcome in carry_out([job(name, load_config("base.yaml")) for name in "abc"], 1, stop):
         outcomes.append((outcome.id, outcome.status))
         done += 1
     assert outcomes == [("a", "done"), ("b", "stopped")]
-    assert Path("out/a/result.json").exists() and not Path("out/b/result.json").exists()
+    assert Path("out/a/private/result.json").exists() and not Path("out/b/private/result.json").exists()
 
 
 @pytest.mark.slow
@@ -482,7 +486,7 @@ def test_ctrl_c_keeps_the_finished_runs_and_the_same_command_goes_on(capsys: pyt
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
     )
     deadline = time.monotonic() + 120
-    wanted = [Path(f"runs/changed/{name},seed=0/metrics.jsonl") for name in ("long", "longer")]
+    wanted = [Path(f"runs/changed/{name},seed=0/private/metrics.jsonl") for name in ("long", "longer")]
     while not all(file.is_file() and file.stat().st_size for file in wanted) and time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
@@ -491,7 +495,7 @@ def test_ctrl_c_keeps_the_finished_runs_and_the_same_command_goes_on(capsys: pyt
     assert process.returncode == 130, err
     assert "SIGINT: stopping after this step" in err and "the same command goes on" in err and "Traceback" not in err
     assert "2 of 4 runs" in out
-    done = sorted(file.parent.name for file in Path("runs/changed").glob("*/result.json"))
+    done = sorted(file.parent.name for file in Path("runs/changed").glob("*/private/result.json"))
     assert done == ["dpsgd,seed=0", "first,seed=0"]
     assert main(["sweep", str(path), "--list"]) == 0
     assert capsys.readouterr().out.count("open ") == 2
@@ -685,23 +689,23 @@ def test_tables_have_a_learning_rate_of_their_own() -> None:
     changes = ["optimizer={name: SGD, lr: 0.5, table_lr: 1e-6, scheduler: {kind: linear}}", "training.epochs=2"]
     config = load_config("base.yaml", [*changes, "training.seed=3", "training.checkpoint_every=1"])
     whole = run_training(config, Path("whole"))
-    start = torch.load("whole/model.pt")
-    rows = [json.loads(line) for line in Path("whole/metrics.jsonl").read_text().splitlines()]
+    start = torch.load("whole/release/model.pt")
+    rows = [json.loads(line) for line in Path("whole/private/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "step"]
     assert [row["lr"] for row in steps] == pytest.approx([0.5 * (1 - i / 6) for i in range(6)])
     assert [row["table_lr"] for row in steps] == pytest.approx([1e-6 * (1 - i / 6) for i in range(6)])
     other = run_training(
         load_config("base.yaml", [*changes, "training.seed=3", "optimizer.table_lr=0.5"]), Path("other")
     )
-    fast = torch.load("other/model.pt")
+    fast = torch.load("other/release/model.pt")
     assert (start["tables.2.weight"] - fast["tables.2.weight"]).abs().max() > 0.01
     assert start["tables.2.weight"].abs().max() < 0.0501  # where they started
     one = run_training(load_config("base.yaml", ["training.epochs=1"]), Path("one"))
-    assert "table_lr" not in Path("one/metrics.jsonl").read_text() and one.finished and other.finished
+    assert "table_lr" not in Path("one/private/metrics.jsonl").read_text() and one.finished and other.finished
     run_training(config, Path("parts"), should_stop=lambda step: step == 4)
     resumed = run_training(config, Path("parts"), resume=True)
     assert resumed.metrics == whole.metrics
-    assert all(torch.equal(value, torch.load("parts/model.pt")[name]) for name, value in start.items())
+    assert all(torch.equal(value, torch.load("parts/release/model.pt")[name]) for name, value in start.items())
 
 
 @pytest.mark.parametrize(
@@ -728,11 +732,11 @@ def test_every_mechanism_runs_with_frozen_tables(mechanism: str, capsys: pytest.
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert "frozen at their start values" in out and "times smaller" not in out and "rows touched" not in out
-    result = json.loads(Path("run/result.json").read_text())
+    result = json.loads(Path("run/private/result.json").read_text())
     assert (result["gradient_size"], result["reduction"], result["kept_mass"]) == (0, None, None)
-    weights = torch.load("run/model.pt")
+    weights = torch.load("run/release/model.pt")
     assert weights["tables.0.weight"].abs().max() <= 0.05  # as PCTR starts them
-    assert '"tables": {}' in Path("run/metrics.jsonl").read_text()
+    assert '"tables": {}' in Path("run/private/metrics.jsonl").read_text()
 
 
 def test_frozen_tables_of_an_own_model_and_of_a_model_without(capsys: pytest.CaptureFixture[str]) -> None:
@@ -740,7 +744,7 @@ def test_frozen_tables_of_an_own_model_and_of_a_model_without(capsys: pytest.Cap
                          "training.init_seed=4", "model={kind: 'mine:model', freeze_tables: true}"])  # fmt: skip
     assert run_training(config, Path("run")).reduction is None
     torch.manual_seed(4)
-    assert torch.equal(torch.load("run/model.pt")["table.weight"], torch.nn.Embedding(10, 2).weight)
+    assert torch.equal(torch.load("run/release/model.pt")["table.weight"], torch.nn.Embedding(10, 2).weight)
     for change in ("model.freeze_tables=true", "optimizer.table_lr=0.1"):
         model = "--set=model={kind: 'mine:model', options: {how: without tables}}"
         argv = [
@@ -758,7 +762,7 @@ def test_frozen_tables_of_an_own_model_and_of_a_model_without(capsys: pytest.Cap
 def test_metrics_say_what_a_mechanism_did_to_each_table() -> None:
     changes = ["privacy.mechanism={name: adafest, threshold: 3.0}", "training.epochs=2", "training.seed=1"]
     result = run_training(load_config("base.yaml", changes), Path("run")).to_dict()
-    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in Path("run/private/metrics.jsonl").read_text().splitlines()]
     steps = [row for row in steps if row["kind"] == "step"]
     for row in steps:
         assert len(row["tables"]) == 26
@@ -769,18 +773,3 @@ def test_metrics_say_what_a_mechanism_did_to_each_table() -> None:
     assert result["kept_mass"] == pytest.approx(sum(row["kept_mass"] for row in steps) / len(steps))
     assert result["clipped_share"] == pytest.approx(sum(row["clipped_share"] for row in steps) / len(steps))
     assert result["reduction"] == pytest.approx(result["dense_gradient_size"] / result["gradient_size"])
-
-
-def test_checkpoints_from_before_the_shares_were_kept_can_be_resumed() -> None:
-    config = load_config("base.yaml", ["training.seed=1", "training.epochs=2"])
-    run_training(config, Path("run"), should_stop=lambda step: step == 4)
-    state = torch.load("run/checkpoint.pt", weights_only=True)
-    for key in ("clipped_share", "kept_mass", "share_steps"):
-        del state["extra"]["totals"][key]
-    torch.save(state, "run/checkpoint.pt")
-    result = run_training(config, Path("run"), resume=True)
-    steps = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
-    shares = [row["clipped_share"] for row in steps if row["kind"] == "step"]
-    assert result.totals.share_steps == 2
-    assert result.to_dict()["clipped_share"] == pytest.approx(sum(shares[4:]) / 2)
-    assert Totals().share_steps == 0

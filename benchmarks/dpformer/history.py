@@ -35,10 +35,10 @@ def main() -> None:
 
 
 def look(run: Path) -> list[str]:
-    config = load_config(run / "config.yaml")
+    config = load_config(run / "private/config.yaml")
     training, held_out = load_sequences(config.data)  # type: ignore[arg-type]
     model = make_sequence_model(config.model, training)  # type: ignore[arg-type]
-    model.load_state_dict(torch.load(run / "model.pt", weights_only=True))
+    model.load_state_dict(torch.load(run / "release/model.pt", weights_only=True))
     model.eval()
     own = rank_held_out(model.score_next, held_out)  # type: ignore[arg-type]
     # A chunk's histories, one user further on.

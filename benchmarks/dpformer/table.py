@@ -35,7 +35,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, help="the sweep's folder")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write the learning curves there; needs matplotlib")
     args = parser.parse_args()
-    runs = [read(path.parent) for path in sorted(args.folder.glob("*/result.json"))]
+    runs = [read(path.parents[1]) for path in sorted(args.folder.glob("*/private/result.json"))]
     if not runs:
         raise SystemExit(f"There is no finished run in {args.folder}.")
     print("\n".join(lines(runs)))
@@ -44,10 +44,10 @@ def main() -> None:
 
 
 def read(folder: Path) -> Run:
-    result = json.loads((folder / "result.json").read_text())
+    result = json.loads((folder / "private/result.json").read_text())
     epsilon = re.search(r"target_epsilon=([\d.]+)", folder.name)
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    epochs = int(re.search(r"^  epochs: (\d+)", (folder / "config.yaml").read_text(), re.MULTILINE)[1])  # type: ignore[index]
+    rows = [json.loads(line) for line in (folder / "private/metrics.jsonl").read_text().splitlines()]
+    epochs = int(re.search(r"^  epochs: (\d+)", (folder / "private/config.yaml").read_text(), re.MULTILINE)[1])  # type: ignore[index]
     curve = [
         (epochs * row["step"] / result["planned_steps"], 100 * row["ndcg@10"])
         for row in rows

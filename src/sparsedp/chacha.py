@@ -39,9 +39,11 @@ _SIGMA = (0x61707865, 0x3320646E, 0x79622D32, 0x6B206574)
 # Where the last four begin: the number of the block or row (64 bits), its purpose, and one that is not used.
 _NUMBER, _PURPOSE = 12 * LANES, 14 * LANES
 # Purposes never share a block. The lower 28 bits count the blocks of a row.
-_ROW, _DOUBLE, _TAIL = 1 << 28, 1 << 29, 1 << 30
+_ROW, _DOUBLE, _TAIL, _PLAIN = 1 << 28, 1 << 29, 1 << 30, 1 << 31
 # A word below this, one in 65,536, gets 32 bits more: it is far in the tail, and its leading zeros leave it too few.
 _SHORT = 1 << 16
+# Below it, float32 has no digits left for what lies on the grid.
+_SMALLEST_GRID = 2.0**-120
 
 
 def stream_key(secret: bytes) -> np.ndarray:
@@ -62,6 +64,62 @@ def fill_normal(out: np.ndarray, std: float, key: np.ndarray, first: int = 0) ->
     _fill_sequence(out, out.dtype.type(std), key, first)
 
 
+def add_normal(
+    out: np.ndarray, std: float, grid: float, key: np.ndarray, first: int, width: int, rows: np.ndarray
+) -> None:
+    """Overwrites `out` (n,) with (out + N(0, std^2)), each rounded to a multiple of `grid`, a power of two.
+
+    `out` is a part of a flat table with rows of `width` elements: its elements `first` to `first + n - 1`. Only the table's
+    `rows`, ascending int64, count with what they hold; all others count as zero. The noise is that of `fill_normal` but for
+    rounding: it has twice as many digits when it is added.
+    """
+    _check(out, 1, key)
+    _check_grid(grid, out)
+    if not 0 <= first < (1 << 63) - out.size:
+        raise SparseDPError(f"The numbers of a sequence are counted from 0 to 2^63 - 1, but first is {first}.")
+    if width < 1 or rows.ndim != 1 or rows.dtype != np.int64:
+        raise SparseDPError(f"rows must be a vector of int64, not {rows.dtype} {rows.shape}, and width positive.")
+    kind = out.dtype.type
+    _add_sequence(out, kind(std / grid), kind(1 / grid), kind(grid), key, first, width, rows)
+
+
+def fill_words(out: np.ndarray, key: np.ndarray, first: int = 0) -> None:
+    """Overwrites `out` (n,) uint32 with words `first` to `first + n - 1` of the key's stream of bits.
+
+    Work that is divided at multiples of 1024 wastes nothing.
+    """
+    if out.ndim != 1 or out.dtype != np.uint32 or not (out.flags.c_contiguous and out.flags.writeable):
+        raise SparseDPError(f"out must be a contiguous vector of uint32, not {out.dtype} of shape {out.shape}.")
+    _check_key(key)
+    if not 0 <= first < (1 << 63) - out.size:
+        raise SparseDPError(f"The words of a stream are counted from 0 to 2^63 - 1, but first is {first}.")
+    _fill_words(out, key, first)
+
+
+def fill_uniform(out: np.ndarray, key: np.ndarray, first: int = 0) -> None:
+    """Overwrites `out` (n,) with uniform numbers on [0, 1): multiples of 2^-24 in float32, of 2^-53 in float64.
+
+    They are made of one or two words each of the key's stream of bits (`fill_words`), from word `first` on.
+    """
+    _check(out, 1, key)
+    if not 0 <= first < (1 << 63) - 2 * out.size:
+        raise SparseDPError(f"The words of a stream are counted from 0 to 2^63 - 1, but first is {first}.")
+    _fill_uniform(out, key, first)
+
+
+def fill_mask(out: np.ndarray, chance: float, value: float, key: np.ndarray, first: int = 0) -> None:
+    """Overwrites `out` (n,), float32 or float64, with `value` or 0; out[i] is `value` with probability `chance`.
+
+    It is so where word `first + i` of the key's stream of bits (`fill_words`) is below chance * 2^32.
+    """
+    _check(out, 1, key)
+    if not 0 <= chance <= 1:
+        raise SparseDPError(f"chance must be a probability, not {chance}.")
+    if not 0 <= first < (1 << 63) - out.size:
+        raise SparseDPError(f"The words of a stream are counted from 0 to 2^63 - 1, but first is {first}.")
+    _fill_mask(out, uint64(round(chance * 2.0**32)), out.dtype.type(value), key, first)
+
+
 def fill_rows(out: np.ndarray, rows: np.ndarray, std: float | np.ndarray, key: np.ndarray) -> None:
     """Overwrites out[i], of (n, dim), with N(0, std[i]^2): a function of the key, of rows[i] and of the column alone.
 
@@ -71,34 +129,87 @@ def fill_rows(out: np.ndarray, rows: np.ndarray, std: float | np.ndarray, key: n
     if np.shape(rows) != out.shape[:1]:
         raise SparseDPError(f"rows must be {len(out)} integers, one for each row of out, not {np.shape(rows)}.")
     rows = _checked_rows(rows)
-    _draw_rows(out.reshape(-1), out.shape[1], np.arange(len(out)), rows, _scales(std, rows, out), key, False)
+    _fill_rows(out.reshape(-1), out.shape[1], rows, _scales(std, rows, 1.0, out.dtype), key)
 
 
-def add_rows(table: np.ndarray, rows: np.ndarray, std: float | np.ndarray, key: np.ndarray) -> None:
-    """Adds to table[rows[i]], of (any, dim), what `fill_rows` would draw for that row. `rows` (n,) are distinct."""
+def add_rows(
+    table: np.ndarray, rows: np.ndarray, std: float | np.ndarray, grid: float, key: np.ndarray,
+    factor: np.ndarray | None = None,
+) -> None:  # fmt: skip
+    """table[rows[i]], of (any, dim), becomes factor[i] times itself plus what `fill_rows` would draw for it, but for rounding.
+
+    Each element is rounded to a multiple of `grid`, a power of two. `rows` (n,) are distinct; `factor` (n,) None: 1.
+    """
     _check(table, 2, key)
-    rows = _checked_rows(rows)
-    if rows.size and rows.max() >= len(table):
-        raise SparseDPError(f"The table has {len(table)} rows, but row {rows.max()} is to get noise.")
-    _draw_rows(table.reshape(-1), table.shape[1], rows, rows, _scales(std, rows, table), key, True)
+    _check_grid(grid, table)
+    rows = _checked_rows(rows, len(table))
+    factors = _scales(1.0 if factor is None else factor, rows, 1 / grid, table.dtype)
+    scales = _scales(std, rows, 1 / grid, table.dtype)
+    _add_rows(table.reshape(-1), table.shape[1], rows, factors, scales, table.dtype.type(grid), key)
 
 
-def _checked_rows(rows: np.ndarray) -> np.ndarray:
+def move_pairs(
+    table: np.ndarray, other: np.ndarray, rows: np.ndarray, drift: np.ndarray, std: np.ndarray, shift: np.ndarray | None,
+    grids: tuple[float, float], keys: tuple[np.ndarray, np.ndarray],
+) -> None:  # fmt: skip
+    """Moves rows of two tables (any, dim) together, by noise that they share:
+
+        x = drift[0] table + drift[1] other + std[0] (z + shift)
+        y = drift[2] table + drift[3] other + std[1] (z + shift) + std[2] z'
+
+    become table[rows[i]] and other[rows[i]], rounded to multiples of the two grids, powers of two (0: not rounded).
+    `drift` is (4, n) and `std` (3, n), float64; `shift` (n, dim) or None. z is what `fill_rows` draws for a row with the
+    first key and z' with the second, but for rounding. All is computed in float64. `rows` (n,) are distinct.
+    """
+    for one in (table, other):
+        _check(one, 2, keys[0])
+    for grid in grids:
+        if grid:
+            _check_grid(grid, table)
+    _check_key(keys[1])
+    rows = _checked_rows(rows, len(table))
+    if other.shape != table.shape or other.dtype != table.dtype:
+        raise SparseDPError(
+            f"Both tables must be alike, not {table.dtype} {table.shape} and {other.dtype} {other.shape}."
+        )
+    if drift.shape != (4, len(rows)) or std.shape != (3, len(rows)):
+        raise SparseDPError(
+            f"drift and std must be (4, {len(rows)}) and (3, {len(rows)}), not {drift.shape}, {std.shape}."
+        )
+    shifts = np.zeros((0, table.shape[1]), table.dtype) if shift is None else np.ascontiguousarray(shift, table.dtype)
+    if shift is not None and shifts.shape != (len(rows), table.shape[1]):
+        raise SparseDPError(f"shift must be {(len(rows), table.shape[1])}, not {shifts.shape}.")
+    _move_pairs(
+        table.reshape(-1), other.reshape(-1), table.shape[1], rows, np.ascontiguousarray(drift), np.ascontiguousarray(std),
+        shifts, float(grids[0]), float(grids[1]), *keys,
+    )  # fmt: skip
+
+
+def _checked_rows(rows: np.ndarray, count: int | None = None) -> np.ndarray:
+    """As int64, in a table of `count` rows."""
     rows = np.asarray(rows)
     if rows.ndim != 1 or (rows.size and rows.dtype.kind not in "iu"):
         raise SparseDPError(f"rows must be a vector of integers, not {rows.dtype} {rows.shape}.")
     rows = np.ascontiguousarray(rows, np.int64)  # what is too large becomes negative
     if rows.size and rows.min() < 0:
         raise SparseDPError("rows must lie from 0 to 2^63 - 1, but some do not.")
+    if count is not None and rows.size and rows.max() >= count:
+        raise SparseDPError(f"The table has {count} rows, but row {rows.max()} is to get noise.")
     return rows
 
 
-def _scales(std: float | np.ndarray, rows: np.ndarray, out: np.ndarray) -> np.ndarray:
-    if np.shape(std) not in ((), rows.shape):
+def _scales(values: float | np.ndarray, rows: np.ndarray, unit: float, dtype: np.dtype) -> np.ndarray:
+    """`unit` times one number for each row, or one for all."""
+    if np.shape(values) not in ((), rows.shape):
         raise SparseDPError(
-            f"std must be one number or one for each of {len(rows)} rows, not of shape {np.shape(std)}."
+            f"std must be one number or one for each of {len(rows)} rows, not of shape {np.shape(values)}."
         )
-    return np.full(rows.shape, std, out.dtype)
+    return np.full(rows.shape, np.multiply(values, unit, dtype=np.float64), dtype)
+
+
+def _check_grid(grid: float, out: np.ndarray) -> None:
+    if math.frexp(grid)[0] != 0.5 or not _SMALLEST_GRID <= grid <= 1 / _SMALLEST_GRID:
+        raise SparseDPError(f"A grid is a power of two between 2^-120 and 2^120, not {grid}.")
 
 
 def _check(out: np.ndarray, axes: int, key: np.ndarray) -> None:
@@ -108,82 +219,238 @@ def _check(out: np.ndarray, axes: int, key: np.ndarray) -> None:
         raise SparseDPError(f"out must be float32 or float64 with {axes} axes, not {out.dtype} of shape {out.shape}.")
     if not (out.flags.c_contiguous and out.flags.writeable):
         raise SparseDPError("out is written in place, so it must be contiguous and writeable. Pass a copy.")
+    _check_key(key)
+
+
+def _check_key(key: np.ndarray) -> None:
     if key.shape != (8,) or key.dtype != np.uint32:
         raise SparseDPError(f"A key is uint32 of shape (8,), as `stream_key` makes it, not {key.dtype} {key.shape}.")
 
 
 @njit(cache=True, nogil=True)
 def _fill_sequence(out: np.ndarray, std: float, key: np.ndarray, first: int) -> None:
-    start, words = _start(key), np.empty(_WORDS, np.uint32)
-    normals = np.empty(4 * _WORDS // out.itemsize, out.dtype)
-    group, skip = first // len(normals), first % len(normals)
+    start, words, radii, points = _memory(key, out)
+    half = len(radii)
+    part, skip = first // half, first % half
+    _number(start, part // 2)
+    _draw(radii, points, words, start)
     done = 0
     while done < len(out):
-        for lane in range(LANES):
-            block = uint64(group * LANES + lane)
-            start[_NUMBER + lane] = uint32(block)
-            start[_NUMBER + LANES + lane] = uint32(block >> uint64(32))
-        _draw(normals, words, start)
-        source = normals[skip : skip + len(out) - done]
+        if part % 2 == 0 and done:
+            _number(start, part // 2)
+            _draw(radii, points, words, start)
+        stop = min(len(out), done + half - skip)
+        source, angle = radii[skip:], points[part % 2 * half + skip :]
+        target = out[done:stop]
+        for i in range(len(target)):
+            target[i] = std * (source[i] * angle[i])
+        done = stop
+        part, skip = part + 1, 0
+
+
+@njit(cache=True, nogil=True)
+def _add_sequence(
+    out: np.ndarray, std: float, scale: float, grid: float, key: np.ndarray, first: int, width: int, rows: np.ndarray
+) -> None:
+    """`std` is in units of the grid; `scale` is 1 / grid."""
+    start, words, radii, points = _memory(key, out)
+    half = len(radii)
+    part, skip = first // half, first % half
+    _number(start, part // 2)
+    _draw(radii, points, words, start)
+    row = np.searchsorted(rows, first // width)  # the next of `rows` that is not behind
+    done = 0
+    while done < len(out):
+        if part % 2 == 0 and skip == 0 and done:
+            _number(start, part // 2)
+            _draw(radii, points, words, start)
+        # Up to the next row with a sum, or to its end, or to that of the normals.
+        begins = rows[row] * width - first if row < len(rows) else len(out)
+        held = done >= begins
+        stop = min(len(out), done + half - skip, begins + width if held else begins)
+        source, angle, target = radii[skip:], points[part % 2 * half + skip :], out[done:stop]
+        # The product of radius and point is exact, and rounded once together with the sum: what becomes of them depends on
+        # their exact total alone.
+        if held:
+            for i in range(len(target)):
+                target[i] = grid * np.rint(_fma(std * source[i], angle[i], target[i] * scale))
+        else:
+            for i in range(len(target)):
+                target[i] = grid * np.rint((std * source[i]) * angle[i])
+        if held and stop == begins + width:
+            row += 1
+        skip += stop - done
+        done = stop
+        if skip == half:
+            part, skip = part + 1, 0
+
+
+@njit(cache=True, nogil=True)
+def _number(start: np.ndarray, group: int) -> None:
+    """Turns the lanes to the blocks of a group of the sequence."""
+    for lane in range(LANES):
+        block = uint64(group * LANES + lane)
+        start[_NUMBER + lane] = uint32(block)
+        start[_NUMBER + LANES + lane] = uint32(block >> uint64(32))
+
+
+@njit(cache=True, nogil=True)
+def _memory(key: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """The cipher's state, and working memory for its words and for the radii and points of the normals in them."""
+    pairs = 32 // out.itemsize * LANES
+    return _start(key), np.empty(_WORDS, np.uint32), np.empty(pairs, out.dtype), np.empty(2 * pairs, out.dtype)
+
+
+@njit(cache=True, nogil=True)
+def _fill_words(out: np.ndarray, key: np.ndarray, first: int) -> None:
+    start, words = _start(key), np.empty(_WORDS, np.uint32)
+    _switch(start, _PLAIN)
+    group, skip = first // _WORDS, first % _WORDS
+    done = 0
+    while done < len(out):
+        _number(start, group)
+        _cipher(words, start, ROUNDS)
+        source = words[skip : skip + len(out) - done]
         target = out[done : done + len(source)]
         for i in range(len(target)):
-            target[i] = std * source[i]
+            target[i] = source[i]
         done += len(source)
         group, skip = group + 1, 0
 
 
 @njit(cache=True, nogil=True)
-def _draw_rows(
-    out: np.ndarray, dim: int, places: np.ndarray, rows: np.ndarray, std: np.ndarray, key: np.ndarray, add: bool
-) -> None:
-    """Row i goes to the elements from places[i] * dim on of `out`, which is flat; with `add` it is added to them.
-
-    The lanes take the blocks of the first row, then those of the second, and so on.
-    """
-    start, words = _start(key), np.empty(_WORDS, np.uint32)
-    width = 64 // out.itemsize
-    normals = np.empty(width * LANES, out.dtype)
-    blocks = (dim + width - 1) // width
-    for begin in range(0, len(rows) * blocks, LANES):
-        used = min(LANES, len(rows) * blocks - begin)
-        i, block = begin // blocks, begin % blocks
-        for lane in range(used):
-            start[_NUMBER + lane] = uint32(rows[i])
-            start[_NUMBER + LANES + lane] = uint32(rows[i] >> 32)
-            start[_PURPOSE + lane] = uint32(_ROW + block)
-            block += 1
-            if block == blocks:
-                i, block = i + 1, 0
-        _draw(normals, words, start)
-        i, block = begin // blocks, begin % blocks
-        for lane in range(used):
-            scale = std[i]
-            at = uint64(
-                places[i] * dim + block * width
-            )  # unsigned, or each access would test for an index from the end
-            count = min(width, dim - block * width)
-            if add:
-                for k in range(count):
-                    out[at + uint64(k)] += scale * normals[k * LANES + lane]
-            else:
-                for k in range(count):
-                    out[at + uint64(k)] = scale * normals[k * LANES + lane]
-            block += 1
-            if block == blocks:
-                i, block = i + 1, 0
+def _fill_uniform(out: np.ndarray, key: np.ndarray, first: int) -> None:
+    words = np.empty(_WORDS, np.uint32)
+    each = out.itemsize // 4
+    size = _WORDS // each
+    for begin in range(0, len(out), size):
+        target = out[begin : begin + size]
+        _fill_words(words[: each * len(target)], key, first + each * begin)
+        if each == 1:
+            for i in range(len(target)):
+                target[i] = float32(int32(uint32(words[i] >> uint32(8)))) * float32(2.0**-24)
+        else:
+            for i in range(len(target)):
+                high, low = uint64(words[2 * i]) >> uint64(6), uint64(words[2 * i + 1]) >> uint64(5)
+                target[i] = float64(int64((high << uint64(27)) | low)) * 2.0**-53
 
 
 @njit(cache=True, nogil=True)
-def _draw(normals: np.ndarray, words: np.ndarray, start: np.ndarray) -> None:
-    """Standard normals of LANES blocks, number k of lane l at k * LANES + l. `words` is working memory."""
-    if normals.itemsize == 8:
+def _fill_mask(out: np.ndarray, below: np.uint64, value: float, key: np.ndarray, first: int) -> None:
+    words = np.empty(min(len(out), _WORDS), np.uint32)
+    zero = value - value
+    for begin in range(0, len(out), _WORDS):
+        target = out[begin : begin + _WORDS]
+        _fill_words(words[: len(target)], key, first + begin)
+        for i in range(len(target)):
+            target[i] = value if uint64(words[i]) < below else zero
+
+
+@njit(cache=True, nogil=True)
+def _fill_rows(out: np.ndarray, dim: int, rows: np.ndarray, std: np.ndarray, key: np.ndarray) -> None:
+    start, words, radii, points = _memory(key, out)
+    width, mask = len(points) // LANES, len(radii) - 1  # the second half of the points has the radii of the first
+    blocks = (dim + width - 1) // width
+    for begin in range(0, len(rows) * blocks, LANES):
+        used = _place(start, rows, blocks, begin)
+        _draw(radii, points, words, start)
+        for lane in range(used):
+            i, block = (begin + lane) // blocks, (begin + lane) % blocks
+            # Unsigned, or each access would test for an index from the end.
+            at, count, scale = uint64(i * dim + block * width), min(width, dim - block * width), std[i]
+            for k in range(count):
+                number = k * LANES + lane
+                out[at + uint64(k)] = scale * (radii[number & mask] * points[number])
+
+
+@njit(cache=True, nogil=True)
+def _add_rows(
+    out: np.ndarray, dim: int, rows: np.ndarray, factor: np.ndarray, std: np.ndarray, grid: float, key: np.ndarray
+) -> None:
+    """`std` and `factor` are in units of the grid."""
+    start, words, radii, points = _memory(key, out)
+    width, mask = len(points) // LANES, len(radii) - 1  # the second half of the points has the radii of the first
+    blocks = (dim + width - 1) // width
+    for begin in range(0, len(rows) * blocks, LANES):
+        used = _place(start, rows, blocks, begin)
+        _draw(radii, points, words, start)
+        for lane in range(used):
+            i, block = (begin + lane) // blocks, (begin + lane) % blocks
+            at, count = uint64(rows[i] * dim + block * width), min(width, dim - block * width)
+            scale, kept = std[i], factor[i]
+            for k in range(count):
+                number, own = k * LANES + lane, kept * out[at + uint64(k)]
+                out[at + uint64(k)] = grid * np.rint(_fma(scale * radii[number & mask], points[number], own))
+
+
+@njit(cache=True, nogil=True)
+def _move_pairs(
+    table: np.ndarray, other: np.ndarray, dim: int, rows: np.ndarray, drift: np.ndarray, std: np.ndarray,
+    shift: np.ndarray, grid: float, other_grid: float, key: np.ndarray, other_key: np.ndarray,
+) -> None:  # fmt: skip
+    start, words, radii, points = _memory(key, table)
+    start2, words, radii2, points2 = _memory(other_key, table)
+    width, mask = len(points) // LANES, len(radii) - 1  # the second half of the points has the radii of the first
+    blocks = (dim + width - 1) // width
+    for begin in range(0, len(rows) * blocks, LANES):
+        used = _place(start, rows, blocks, begin)
+        _draw(radii, points, words, start)
+        second = False
+        for lane in range(used):
+            second |= std[2, (begin + lane) // blocks] != 0
+        if second:
+            _place(start2, rows, blocks, begin)
+            _draw(radii2, points2, words, start2)
+        for lane in range(used):
+            i, block = (begin + lane) // blocks, (begin + lane) % blocks
+            column, count = block * width, min(width, dim - block * width)
+            at = uint64(rows[i] * dim + column)
+            for k in range(count):
+                number = k * LANES + lane
+                z = float64(radii[number & mask]) * float64(points[number])
+                if len(shift):
+                    z += float64(shift[i, column + k])
+                w, v = float64(table[at + uint64(k)]), float64(other[at + uint64(k)])
+                x = drift[0, i] * w + drift[1, i] * v + std[0, i] * z
+                y = drift[2, i] * w + drift[3, i] * v + std[1, i] * z
+                if std[2, i] != 0:
+                    y += std[2, i] * (float64(radii2[number & mask]) * float64(points2[number]))
+                table[at + uint64(k)] = grid * np.rint(x / grid) if grid else x
+                other[at + uint64(k)] = other_grid * np.rint(y / other_grid) if other_grid else y
+
+
+@njit(cache=True, nogil=True)
+def _place(start: np.ndarray, rows: np.ndarray, blocks: int, begin: int) -> int:
+    """Turns the lanes to the blocks of rows, from the block `begin` on: first all of the first row, then of the second.
+
+    Returns how many lanes are in use.
+    """
+    used = min(LANES, len(rows) * blocks - begin)
+    i, block = begin // blocks, begin % blocks
+    for lane in range(used):
+        start[_NUMBER + lane] = uint32(rows[i])
+        start[_NUMBER + LANES + lane] = uint32(rows[i] >> 32)
+        start[_PURPOSE + lane] = uint32(_ROW + block)
+        block += 1
+        if block == blocks:
+            i, block = i + 1, 0
+    return used
+
+
+@njit(cache=True, nogil=True)
+def _draw(radii: np.ndarray, points: np.ndarray, words: np.ndarray, start: np.ndarray) -> None:
+    """Standard normals of LANES blocks, radius times point; number k of lane l at k * LANES + l of the points.
+
+    The second half of the points has the same radii as the first. `words` is working memory.
+    """
+    if radii.itemsize == 8:
         _switch(start, _DOUBLE)
         _cipher(words, start, ROUNDS)
         _switch(start, _DOUBLE)
-        _box_muller_double(words, normals)
+        _box_muller_double(words, radii, points)
         return
     _cipher(words, start, ROUNDS)
-    _box_muller(words, normals)
+    _box_muller(words, radii, points)
     smallest = uint32(0xFFFFFFFF)
     for i in range(_PAIRS):
         smallest = min(smallest, words[i])
@@ -192,7 +459,7 @@ def _draw(normals: np.ndarray, words: np.ndarray, start: np.ndarray) -> None:
         _switch(start, _TAIL)
         _cipher(more, start, ROUNDS)
         _switch(start, _TAIL)
-        _box_muller_tail(words, more, normals)
+        _box_muller_tail(words, more, radii)
 
 
 @njit(cache=True, nogil=True)
@@ -274,39 +541,37 @@ def _rotated(x: np.uint32, n: int) -> np.uint32:
 
 
 @njit(cache=True, nogil=True)
-def _box_muller(words: np.ndarray, normals: np.ndarray) -> None:
+def _box_muller(words: np.ndarray, radii: np.ndarray, points: np.ndarray) -> None:
     """Pair i has u from word i, within [2^-32, 1 - 2^-24], and its angle from the word _PAIRS further on."""
     for i in range(_PAIRS):
         u = _fma(float32(int32(uint32(words[i] >> uint32(1)))), float32(2.0**-31), float32(2.0**-32))
-        normals[i], normals[_PAIRS + i] = _pair(min(u, float32(1 - 2.0**-24)), words[_PAIRS + i])
+        radii[i] = _radius(min(u, float32(1 - 2.0**-24)))
+        points[i], points[_PAIRS + i] = _circle(words[_PAIRS + i])
 
 
 @njit(cache=True, nogil=True)
-def _box_muller_tail(words: np.ndarray, more: np.ndarray, normals: np.ndarray) -> None:
-    """Again, with 64 bits for u, where a word is short: u lies within [2^-65, 2^-16]."""
+def _box_muller_tail(words: np.ndarray, more: np.ndarray, radii: np.ndarray) -> None:
+    """The radii again, with 64 bits for u, where a word is short: u lies within [2^-65, 2^-16]."""
     for i in range(_PAIRS):
         if words[i] < _SHORT:
             long = (uint64(words[i]) << uint64(33)) | (uint64(more[i]) << uint64(1)) | uint64(1)
-            normals[i], normals[_PAIRS + i] = _pair(float32(int64(long)) * float32(2.0**-65), words[_PAIRS + i])
+            radii[i] = _radius(float32(int64(long)) * float32(2.0**-65))
 
 
 @njit(cache=True, nogil=True)
-def _box_muller_double(words: np.ndarray, normals: np.ndarray) -> None:
+def _box_muller_double(words: np.ndarray, radii: np.ndarray, points: np.ndarray) -> None:
     """Four words make a pair: 64 bits for u, within [2^-65, 1 - 2^-53], and 64 bits for the angle."""
     n = _PAIRS // 2
     for i in range(n):
         u = float64(words[i]) * 2.0**-32 + (float64(words[n + i]) + 0.5) * 2.0**-64
         angle = 2 * math.pi * (float64(words[2 * n + i]) * 2.0**-32 + float64(words[3 * n + i]) * 2.0**-64)
-        radius = math.sqrt(-2 * math.log(min(u, 1 - 2.0**-53)))
-        normals[i] = radius * math.cos(angle)
-        normals[n + i] = radius * math.sin(angle)
+        radii[i] = math.sqrt(-2 * math.log(min(u, 1 - 2.0**-53)))
+        points[i], points[n + i] = math.cos(angle), math.sin(angle)
 
 
 @njit(cache=True, nogil=True)
-def _pair(u: float, word: np.uint32) -> tuple[float, float]:
-    radius = np.sqrt(float32(-2) * _log(u))
-    x, y = _circle(word)
-    return radius * x, radius * y
+def _radius(u: float) -> float:
+    return np.sqrt(float32(-2) * _log(u))
 
 
 @njit(cache=True, nogil=True)
@@ -345,7 +610,7 @@ def _fused(typing: Any, a: Any, b: Any, c: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.fma(*arguments)
 
-    return types.float32(types.float32, types.float32, types.float32), generate
+    return a(a, b, c), generate
 
 
 def _reinterpreted(typing: Any, x: Any) -> Any:

@@ -1,28 +1,31 @@
-"""Proves a model and its loss fit for private training, on one batch, in float64.
+"""Proves a model and its loss fit for private training, on some examples, in float64.
 
 For some units of the batch, three gradients are compared: (a) the one that ordinary autograd gives for the unit alone,
 (b) the captured one for the unit alone, (c) the captured one for the unit among the others. If (a) and (b)
-differ, capture is wrong; if (b) and (c) differ, units mix.
+differ, capture is wrong; if (b) and (c) differ, units mix. Where a data loader is given, the unit alone and the unit among the
+others are collated anew, so that what the collate function makes of a whole batch is seen, too.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.utils.data import DataLoader
 
-from sparsedp.capture import Capture, Captured, RowSparse
+from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSparse
 from sparsedp.clipping import Clipping
-from sparsedp.errors import SparseDPError, UnitsMixedError
+from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnitsMixedError
 from sparsedp.refusals import refuse_module
-from sparsedp.sampling import BatchInfo
+from sparsedp.sampling import BatchInfo, PrivateLoader, collate_anew
 
 _TOLERANCE = 1e-6
+_COLLATED = 16  # examples of a data loader that are looked at together, if its batches are not smaller
 Gradients = dict[str, Tensor]
 
 
@@ -45,49 +48,74 @@ class CheckReport:
 def check(
     module: nn.Module,
     loss_fn: Callable[..., Tensor],
-    batch: Any,
+    batch: Any = None,
     *,
     units: int = 4,
     loss_reduction: str = "mean",
     take: Callable[[Any, list[int]], Any] | None = None,
+    data_loader: DataLoader | None = None,
 ) -> CheckReport:
     """Raises, naming the parameter and the likely cause, if `module` and `loss_fn` do not keep units apart.
 
     `batch` is what the loader yields: (inputs..., target), for loss_fn(module(*inputs), target), or a dict, for
     loss_fn(module(**batch), batch). At most `units` of its units are looked at, each alone and among the
-    others. Dropout is off during the check. `take(batch, indices)` picks units out of a batch that is not made
-    of tensors with the units on axis 0. The module itself is left as it is.
+    others, with the same random numbers, such as dropout's masks. `take(batch, indices)` picks units out of a batch that is not
+    made of tensors with the units on axis 0. The module itself is left as it is.
+
+    With a `data_loader`, the user's own or the private one, batches are made of examples of its data set by its collate
+    function, anew for each unit alone. That also finds what the collate function makes of a whole batch: the length of its
+    longest example, or a number to divide by, which is refused by its name. `batch` may then be left out.
     """
-    take = take or _take
+    if batch is None and data_loader is None:
+        raise SparseDPError("There is nothing to check on: give check a batch, or data_loader=.")
+    if batch is None and take is not None:
+        raise SparseDPError("take picks units out of a batch: without a batch leave it out.")
     trial = _Trial(module, loss_fn, loss_reduction)
-    total = _count(batch) if take is _take else len_of(batch)
+    found = []
+    if batch is not None:
+        choose = take or _take
+        total = _count(batch) if take is None else len_of(batch)
+        found.append(_compare(trial, _to_double(batch), total, units, lambda whole, unit: choose(whole, [unit])))
+    if data_loader is not None:
+        count = max(2, min(_COLLATED, data_loader.batch_size or _COLLATED))
+        batch, alone = collate_anew(data_loader, count, examined=isinstance(data_loader, PrivateLoader))
+        found.append(_compare(trial, _to_double(batch), len(alone), units, lambda _, unit: _to_double(alone[unit])))
+    return CheckReport(
+        max(report.units for report in found), len(trial.parameters), max(report.largest_difference for report in found)
+    )
+
+
+def _compare(trial: _Trial, batch: Any, total: int, units: int, take: Callable[[Any, int], Any]) -> CheckReport:
+    """Compares some units of a batch of `total` units with what `take(batch, unit)` gives for each alone."""
     if total < 2:
         raise SparseDPError(f"A batch of at least 2 units is needed to see whether units mix; this one has {total}.")
-    batch = _to_double(batch)
     looked_at = list(range(min(units, total)))
+    trial.draws.together(total)
     together = trial.captured(batch, total)
     norms = together.norms()
     largest = 0.0
     for index in looked_at:
-        alone = take(batch, [index])
-        reference = trial.ordinary(alone)
+        alone = take(batch, index)
+        trial.draws.alone(index)
+        reference = trial.ordinary(alone, index)
+        trial.draws.alone(index)
         by_capture = trial.captured(alone, 1).gradient(0)
         among = together.gradient(index)
         size = max(float(value.norm()) for value in reference.values()) or 1.0
         for name, wanted in reference.items():
             gap = _gap(by_capture.get(name), wanted, size)
-            if gap > _TOLERANCE:
+            if not gap <= _TOLERANCE:  # also if it is not a number
                 raise SparseDPError(
                     f"The captured gradient of parameter '{name}' differs from the true one by {gap:.1e} of its size. "
                     "Please report this model."
                 )
             shift = _gap(among.get(name), wanted, size)
-            if shift > _TOLERANCE:
-                raise UnitsMixedError(_mixing_message(name, shift, among, reference, loss_reduction, total))
+            if not shift <= _TOLERANCE:
+                raise UnitsMixedError(_mixing_message(name, shift, among, reference, trial.reduction, total))
             largest = max(largest, gap, shift)
         norm = torch.stack([value.square().sum() for value in among.values()]).sum().sqrt()
         factor = Clipping(1.0).factors(norms[index : index + 1])[0]
-        if float(norm * factor) > 1 + _TOLERANCE:
+        if not float(norm * factor) <= 1 + _TOLERANCE:
             raise SparseDPError(f"Unit {index} exceeds the clip bound after clipping: {float(norm * factor):.6f} > 1.")
     return CheckReport(len(looked_at), len(trial.parameters), largest)
 
@@ -106,8 +134,9 @@ def _mixing_message(name: str, shift: float, among: Gradients, alone: Gradients,
     proportional = float((theirs - ratio * mine).norm()) <= 1e-5 * float(theirs.norm())
     if not proportional:
         return start + (
-            "Likely cause: batch statistics (BatchNorm, subtracting a batch mean), in-batch negatives, or sorting and "
-            "sampling across the batch. Make each unit's loss a function of that unit alone."
+            "Likely cause: batch statistics (BatchNorm, subtracting a batch mean), in-batch negatives, sorting and sampling "
+            "across the batch, or padding to the longest example that is not masked. Make each unit's loss a function of that "
+            "unit alone."
         )
     if abs(ratio - units) < 1e-5 * units or abs(ratio * units - 1) < 1e-5:
         wanted = "sum" if reduction == "mean" else "mean"
@@ -117,8 +146,9 @@ def _mixing_message(name: str, shift: float, among: Gradients, alone: Gradients,
         )
     return start + (
         f"All gradients change by the factor {ratio:.6g}. Likely cause: the loss divides by something that the whole batch "
-        "decides, such as the number of valid tokens (ignore_index with mean reduction) or a sum of weights. Average over "
-        "each unit's own tokens first, then over units; or divide by a constant."
+        "decides, such as the number of valid tokens (ignore_index with mean reduction), a sum of weights, or the length of "
+        "the longest example, to which others are padded. Average over each unit's own tokens first, then over units; or "
+        "divide by a constant."
     )
 
 
@@ -129,8 +159,14 @@ class _Observed:
         self._captured, self._scale, self._shapes = captured, scale, shapes
 
     def norms(self) -> Tensor:
-        squares = [uses.squared_norms(self._captured.units) for uses in self._captured.uses.values()]
-        return torch.stack(squares).sum(0).sqrt() * self._scale
+        squares = {name: uses.squared_norms(self._captured.units) for name, uses in self._captured.uses.items()}
+        for name, own in squares.items():
+            if not own.isfinite().all():
+                unit = int((~own.isfinite()).nonzero()[0])
+                raise _not_finite(
+                    [f"The gradient of parameter '{name}' is NaN or infinite for unit {unit} of the batch"]
+                )
+        return torch.stack(list(squares.values())).sum(0).sqrt() * self._scale
 
     def gradient(self, unit: int) -> Gradients:
         factors = torch.zeros(self._captured.units, dtype=torch.float64)
@@ -153,18 +189,19 @@ class _Trial:
         refuse_module(module)
         self._original = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._module = copy.deepcopy(module).cpu().double()
-        self._loss_fn, self._reduction = loss_fn, loss_reduction
+        self._loss_fn, self.reduction = loss_fn, loss_reduction
+        self.draws = RepeatedDraws()
         self.parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def _loss(self, batch: Any) -> Tensor:
-        with _NoDropout():
-            if isinstance(batch, Mapping):
-                loss = self._loss_fn(self._module(**batch), batch)
-            else:
-                *inputs, target = batch
-                loss = self._loss_fn(self._module(*inputs), target)
+    def _loss(self, batch: Any, captured: bool) -> Tensor:
+        args, kwargs, target = ((), batch, batch) if isinstance(batch, Mapping) else (batch[:-1], {}, batch[-1])
+        with nullcontext() if captured else Replaced(self.draws):  # capture itself replaces what forward draws
+            out = self._module(*args, **kwargs)
+        with Replaced(self.draws):
+            loss = self._loss_fn(out, target)
+        self.draws.finish()
         if loss.dim() != 0:
             raise SparseDPError(
                 f"The loss has shape {tuple(loss.shape)}. It must be one number, the mean or the sum over units."
@@ -173,21 +210,26 @@ class _Trial:
 
     def captured(self, batch: Any, units: int) -> _Observed:
         batch_info = BatchInfo(units, units, True, True, 0)
-        capture = Capture(self._module, self.parameters, lambda: batch_info)
+        capture = Capture(self._module, self.parameters, lambda: batch_info, self.draws)
         capture.attach()
         try:
-            self._loss(batch).backward()
+            loss = self._loss(batch, captured=True)
+            if not loss.isfinite():
+                raise _not_finite([f"The loss of {units} units together is {loss.item()}"])
+            loss.backward()
             found = capture.collect()
         finally:
             capture.detach()
         if found is None:
             raise SparseDPError("The loss does not depend on any trained parameter of the module.")
         shapes = {name: p.shape for name, p in self.parameters.items()}
-        return _Observed(found, float(units) if self._reduction == "mean" else 1.0, shapes)
+        return _Observed(found, float(units) if self.reduction == "mean" else 1.0, shapes)
 
-    def ordinary(self, batch: Any) -> Gradients:
+    def ordinary(self, batch: Any, unit: int) -> Gradients:
+        """The gradients of a batch that holds `unit` alone, by ordinary autograd; raises if something is NaN or infinite."""
         values = list(self.parameters.values())
-        loss = self._loss(batch)
+        with self._watch_outputs() as broken:
+            loss = self._loss(batch, captured=False)
         outside = torch.autograd.grad(loss, list(self._original.values()), retain_graph=True, allow_unused=True)
         for name, found in zip(self._original, outside):
             if found is not None:
@@ -196,26 +238,50 @@ class _Trial:
                     "captured. Use weight_decay for penalties, or move the use into forward()."
                 )
         grads = torch.autograd.grad(loss, values, allow_unused=True)
-        return {
+        gradients = {
             name: torch.zeros_like(p) if grad is None else (grad.to_dense() if grad.is_sparse else grad)
             for (name, p), grad in zip(self.parameters.items(), grads)
         }
+        wrong = [f"The output of module '{broken[0]}' has NaN"] if broken else []
+        wrong += [] if loss.isfinite() else [f"The loss is {loss.item()}"]
+        wrong += [
+            f"The gradient of parameter '{n}' is NaN or infinite"
+            for n, g in gradients.items()
+            if not g.isfinite().all()
+        ]
+        if wrong:
+            raise _not_finite([f"For unit {unit} alone: {wrong[0]}", *wrong[1:]])
+        return gradients
+
+    @contextmanager
+    def _watch_outputs(self) -> Iterator[list[str]]:
+        """Collects the names of modules whose output has NaN, in the order in which they end. Infinity may be a mask."""
+        broken: list[str] = []
+
+        def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            def look(module: nn.Module, args: Any, output: Any) -> None:
+                def note(tensor: Tensor) -> Tensor:
+                    if tensor.is_floating_point() and tensor.isnan().any():
+                        broken.append(name or type(module).__name__)
+                    return tensor
+
+                _map(output, note)
+
+            return look
+
+        handles = [module.register_forward_hook(watch(name)) for name, module in self._module.named_modules()]
+        try:
+            yield broken
+        finally:
+            for handle in handles:
+                handle.remove()
 
 
-class _NoDropout(TorchFunctionMode):
-    """Turns every form of dropout off: its random numbers differ between a batch and a part of it."""
-
-    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if "dropout" in name and args:
-            return args[0]
-        if name == "scaled_dot_product_attention":
-            kwargs.pop("dropout_p", None)
-            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
-        if name == "multi_head_attention_forward":
-            args = (*args[:10], 0.0, *args[11:])
-        return func(*args, **kwargs)
+def _not_finite(wrong: list[str]) -> NonFiniteGradientError:
+    return NonFiniteGradientError(
+        f"{'. '.join(wrong)}. A private step on it would be refused. Look for log(0), 0 / 0 (a mean over no valid position), "
+        "sqrt at 0, a softmax over a row that is masked as a whole, and for NaN in the data."
+    )
 
 
 def _gap(found: Tensor | None, wanted: Tensor, size: float) -> float:

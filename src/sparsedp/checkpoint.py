@@ -21,15 +21,16 @@ import torch
 from torch import nn
 
 from sparsedp.accounting.ledger import Ledger
-from sparsedp.errors import CheckpointError
+from sparsedp.errors import CheckpointError, one_line
 from sparsedp.mapped import PIECE, copy_mapped
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import PrivateLoader
+from sparsedp.signature import same, sign
 
 if TYPE_CHECKING:
     from sparsedp.optimizer import PrivateOptimizer
 
-_FORMAT = "sparsedp-checkpoint-1"
+_FORMAT = "sparsedp-checkpoint-2"
 # Checkpoints that a lineage reaches back to.
 _MARKS = 1000
 _KEYS = {
@@ -37,13 +38,20 @@ _KEYS = {
     "plan",
     "plan_hash",
     "mark",
+    "ledger",
+    "lineage",
     "model",
     "optimizer",
-    "ledger",
     "loader",
+    "prepared",
+    "counted",
+    "memory",
     "seed",
     "torch_generator",
     "extra",
+    "notes",
+    "order",
+    "signature",
 }
 
 
@@ -89,13 +97,14 @@ class State:
     seed: int | None
     extra: dict[str, Any]
     notes: list[str] = field(default_factory=list)  # of the statement
+    order: str | None = None  # which examples belong together, signed
     torch_generator: torch.Tensor | None = None
 
 
-def save(path: str | os.PathLike[str], state: State) -> None:
-    """Writes beside `path` first and renames, so that an interrupted write leaves the old file."""
+def save(path: str | os.PathLike[str], state: State, key: bytes | None = None) -> None:
+    """Writes beside `path` first and renames, so that an interrupted write leaves the old file. Signed if there is a key."""
     target = Path(path)
-    # Dropout draws from torch's own generator: a seeded run needs its state to go on alike.
+    # The loop, the data set and the loss may draw from torch's own generator: a seeded run needs its state to go on alike.
     generator = None if state.seed is None else torch.get_rng_state()
     mark, ledger = state.lineage.last
     content = {
@@ -115,7 +124,9 @@ def save(path: str | os.PathLike[str], state: State) -> None:
         "torch_generator": generator,
         "extra": state.extra,
         "notes": state.notes,
+        "order": state.order,
     }
+    content["signature"] = None if key is None else sign(key, content)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
@@ -129,15 +140,21 @@ def save(path: str | os.PathLike[str], state: State) -> None:
         raise
 
 
-def load(path: str | os.PathLike[str], plan: PrivacyPlan, seed: int | None) -> State:
-    """Reads a checkpoint of a run with this plan and seed; anything else raises `CheckpointError`."""
+def load(
+    path: str | os.PathLike[str],
+    plan: PrivacyPlan,
+    seed: int | None,
+    key: bytes | None = None,
+    order: str | None = None,
+) -> State:
+    """Reads a checkpoint of a run with this plan, seed, key and signed order; anything else raises `CheckpointError`."""
     if not Path(path).is_file():
         raise CheckpointError(f"There is no checkpoint at {path}.")
     try:
         _require_intact(path)
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
-        raise CheckpointError(f"{path} is not a complete SparseDP checkpoint: {error}") from error
+        raise CheckpointError(f"{path} is not a complete SparseDP checkpoint: {one_line(error)}") from error
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is not a SparseDP checkpoint of format {_FORMAT}.")
     if missing := _KEYS - content.keys():
@@ -147,11 +164,13 @@ def load(path: str | os.PathLike[str], plan: PrivacyPlan, seed: int | None) -> S
         raise CheckpointError(f"{path} belongs to another plan: {lines}.")
     if content["seed"] != seed:
         raise CheckpointError(f"{path} was written with seed {content['seed']}, this engine has seed {seed}.")
-    # Older checkpoints know their own ledger alone.
     lineage = Lineage()
-    for mark, saved in {**content.get("lineage", {}), content["mark"]: content["ledger"]}.items():
+    for mark, saved in {**content["lineage"], content["mark"]: content["ledger"]}.items():
         lineage.ledgers[mark] = Ledger()
         lineage.ledgers[mark].load_state_dict(saved)
+    if not all(lineage.last[1].holds(ledger) for ledger in lineage.ledgers.values()):
+        raise CheckpointError(f"{path}: the ledger lacks steps that the checkpoints before it had. It was cut short.")
+    _require_signed(path, content, key, order)
     small = copy.deepcopy({key: value for key, value in content.items() if key not in ("model", "optimizer")})
     content.update(small)  # not mapped
     return State(
@@ -161,14 +180,35 @@ def load(path: str | os.PathLike[str], plan: PrivacyPlan, seed: int | None) -> S
         optimizer=content["optimizer"],
         loader=content["loader"],
         prepared=content["prepared"],
-        # Checkpoints from before there were streams do not have these: what was prepared was so on all data.
-        counted=content.get("counted", [] if content["prepared"] is None else [None]),
-        memory=content.get("memory", {}),
+        counted=content["counted"],
+        memory=content["memory"],
         seed=content["seed"],
         extra=content["extra"],
-        notes=content.get("notes", []),
+        notes=content["notes"],
+        order=content["order"],
         torch_generator=content["torch_generator"],
     )
+
+
+def _require_signed(
+    path: str | os.PathLike[str], content: dict[str, Any], key: bytes | None, order: str | None
+) -> None:
+    signature = content["signature"]
+    if key is None and signature is None:
+        return
+    if key is None:
+        raise CheckpointError(f"{path} is signed. Give this engine the ledger_key of the one that wrote it.")
+    if signature is None:
+        raise CheckpointError(
+            f"{path} is not signed, and this engine has a ledger_key: who wrote its ledger is not known."
+        )
+    unsigned = {name: value for name, value in content.items() if name != "signature"}
+    if not same(signature, sign(key, unsigned)):
+        raise CheckpointError(f"{path} was changed after it was written, or signed with another ledger_key.")
+    if content["order"] != order:
+        raise CheckpointError(
+            f"{path} belongs to another arrangement of the data: examples have other periods, or other users, than there."
+        )
 
 
 def restore(

@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 
 from sparsedp.capture import Capture, Captured, RowSpace
 from sparsedp.nn.fallback import real_ids
@@ -111,11 +111,7 @@ def glances(
         how = {"batch_sampler": (examples.tolist() for examples, _ in parts)}
         infos = (BatchInfo(len(sizes), len(sizes), True, True, 0, owners=owners_of(sizes)) for _, sizes in parts)
         count = len(parts)
-    batches = DataLoader(
-        data, **how, collate_fn=loader.collate_fn,
-        num_workers=loader.num_workers, worker_init_fn=loader.worker_init_fn, pin_memory=loader.pin_memory,
-        multiprocessing_context=loader.multiprocessing_context,
-    )  # fmt: skip
+    batches = loader.counting(data, **how)
     with Progress(console=Console(stderr=True), transient=True, disable=not Console(stderr=True).is_terminal) as bar:
         task = bar.add_task("counting rows", total=count)
         for batch, info in zip(batches, infos):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, get_args
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from sparsedp import checkpoint
-from sparsedp.accounting.epsilon import Accountant, epsilon_of
+from sparsedp import checkpoint, leaving
+from sparsedp.accounting.epsilon import Accountant, dp_accounting_above, epsilon_of
 from sparsedp.accounting.ledger import Ledger
-from sparsedp.capture import Capture, RowSpace
+from sparsedp.capture import Capture, Draws, PublicInputs, RowSpace
 from sparsedp.check import CheckReport
 from sparsedp.clipping import Clipping, Style
 from sparsedp.counting import count_rows, glances
@@ -26,13 +27,14 @@ from sparsedp.mechanisms import DPSGD, Mechanism
 from sparsedp.nn.fallback import has_fallback
 from sparsedp.noise import PREPARATION, GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
-from sparsedp.plan import LossReduction, PrivacyPlan, Unit, default_delta
+from sparsedp.plan import LossReduction, PrivacyPlan, Unit, default_delta, require_delta
 from sparsedp.prediction import Look, look_at_counts, look_at_data
 from sparsedp.refusals import find_tables, private_parameters, refuse_module, refuse_optimizer
 from sparsedp.sampling import BatchInfo, PrivateLoader, Stream, Users, private_loader, users_of
+from sparsedp.signature import read_key, sign_order
 from sparsedp.statement import PrivacyStatement, make_statement
 
-_NOISE, _SAMPLING = 0, 1  # the purposes that the engine's key is split into
+_NOISE, _SAMPLING, _FORWARD, _FUNCTIONS = 0, 1, 2, 3  # the purposes that the engine's key is split into
 _GLANCE = 256  # examples in a forward pass that counts lookups: it may end with a softmax over all rows
 
 
@@ -63,15 +65,29 @@ class PrivacyEngine:
     """One engine trains one module.
 
     `accountant` is "pld" (tight), "rdp", or "dp_accounting" (that library's own PLD). With a `seed` a run can be
-    repeated exactly, for tests; its statement then says that the result must not be released.
+    repeated exactly, for tests; its statement then says that the result must not be released. A delta above 0.01 is refused
+    unless `allow_large_delta`.
+
+    With a `ledger_key`, a secret of at least 16 bytes or the path of a file that holds one (and is made if there is none),
+    checkpoints are signed: one that was edited, or that was written on data in other periods or of other users, is refused.
     """
 
-    def __init__(self, accountant: Accountant = "pld", seed: int | None = None) -> None:
+    def __init__(
+        self,
+        accountant: Accountant = "pld",
+        seed: int | None = None,
+        *,
+        allow_large_delta: bool = False,
+        ledger_key: bytes | str | os.PathLike[str] | None = None,
+    ) -> None:
         if accountant not in get_args(Accountant):
             raise ValueError(f"accountant must be one of {', '.join(get_args(Accountant))}, not {accountant!r}")
         self.accountant: Accountant = accountant
         self.ledger = Ledger()
         self._seed = seed
+        self._allow_large_delta = allow_large_delta
+        self._signing_key = None if ledger_key is None else read_key(ledger_key)
+        self._resumed = False  # whether a checkpoint was loaded
         self._key = RandomKey.from_os() if seed is None else RandomKey.from_seed(seed)
         self._plan: PrivacyPlan | None = None
         self._module: nn.Module | None = None
@@ -102,6 +118,7 @@ class PrivacyEngine:
         users: Any = None,
         max_examples_per_user: int | None = None,
         frequencies: FrequencyRelease | None = None,
+        public_inputs: Sequence[str] = (),
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         """The same module, and the optimizer and the loader to use from now on.
 
@@ -114,11 +131,16 @@ class PrivacyEngine:
         and the default delta then count users. Each user that is drawn brings all of their examples, or
         `max_examples_per_user` of them, chosen anew at random; their gradients are added up and clipped as one.
 
+        `public_inputs` names what does not depend on who is in a batch, although it is not the same for every batch or comes
+        from the loop: arguments of forward() such as "temperature", entries of a batch such as "batch['step']". Whatever else
+        a batch or forward() has without an axis of examples is refused, by its name. A Python number that the loop passes
+        to forward() counts as declared.
+
         With `frequencies` it is planned that `release_frequencies` is called, once: a target epsilon includes its cost.
         """
         plan, loader = self._prepare(
             module, optimizer, data_loader, noise_multiplier, max_grad_norm, mechanism, clipping, loss_reduction, unit,
-            poisson_sampling, max_physical_batch, stream, users, max_examples_per_user, frequencies,
+            poisson_sampling, max_physical_batch, stream, users, max_examples_per_user, frequencies, public_inputs,
         )  # fmt: skip
         return self._install(plan, module, optimizer, loader)
 
@@ -142,14 +164,16 @@ class PrivacyEngine:
         users: Any = None,
         max_examples_per_user: int | None = None,
         frequencies: FrequencyRelease | None = None,
+        public_inputs: Sequence[str] = (),
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         """As `make_private`, with the least noise that keeps `epochs` epochs within the target."""
         if not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"epochs must be a whole number of at least 1, not {epochs!r}")
         plan, loader = self._prepare(
             module, optimizer, data_loader, 1.0, max_grad_norm, mechanism, clipping, loss_reduction, unit,
-            poisson_sampling, max_physical_batch, stream, users, max_examples_per_user, frequencies,
+            poisson_sampling, max_physical_batch, stream, users, max_examples_per_user, frequencies, public_inputs,
         )  # fmt: skip
+        require_delta(target_delta, plan.dataset_size, self._allow_large_delta)
         plan = plan.calibrated(
             target_epsilon=target_epsilon, target_delta=target_delta, steps=epochs * loader.steps_per_epoch
         )
@@ -159,7 +183,7 @@ class PrivacyEngine:
         self, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader, noise_multiplier: float,
         max_grad_norm: float, mechanism: Mechanism | None, clipping: Style | Clipping, loss_reduction: LossReduction,
         unit: Unit, poisson_sampling: bool, max_physical_batch: int | None, stream: Stream | None,
-        users: Any, max_examples_per_user: int | None, frequencies: FrequencyRelease | None,
+        users: Any, max_examples_per_user: int | None, frequencies: FrequencyRelease | None, public_inputs: Sequence[str],
     ) -> tuple[PrivacyPlan, PrivateLoader]:  # fmt: skip
         """Checks everything and changes nothing."""
         if self._plan is not None:
@@ -173,9 +197,12 @@ class PrivacyEngine:
             raise TypeError(f"mechanism must be a sparsedp mechanism such as sparsedp.DPSGD(), not {mechanism!r}")
         if stream is not None and not isinstance(stream, Stream):
             raise TypeError(f"stream must be a sparsedp.Stream, not {type(stream).__name__}")
+        if isinstance(public_inputs, str):
+            raise TypeError(f"public_inputs must be a sequence of names, such as ({public_inputs!r},)")
         refuse_module(module)
         refuse_optimizer(optimizer, module, mechanism)
         parameters = private_parameters(module, optimizer)
+        mechanism.refuse_tables(find_tables(module) & {name for name, p in parameters.items() if p.requires_grad})
         loader = private_loader(
             data_loader,
             key=self._key.child(_SAMPLING),
@@ -183,6 +210,7 @@ class PrivacyEngine:
             max_physical_batch=max_physical_batch,
             stream=stream,
             users=_users(unit, mechanism, data_loader, users, max_examples_per_user),
+            public_inputs=public_inputs,
         )
         style = clipping if isinstance(clipping, Clipping) else Clipping(max_grad_norm, clipping)
         plan = PrivacyPlan(
@@ -201,6 +229,7 @@ class PrivacyEngine:
             stream=None if stream is None else stream.plan(loader.span_steps),
             max_examples_per_user=max_examples_per_user,
             frequencies=frequencies,
+            public_inputs=tuple(public_inputs),
         )
         return plan, loader
 
@@ -208,7 +237,9 @@ class PrivacyEngine:
         self, plan: PrivacyPlan, module: nn.Module, optimizer: Optimizer, loader: PrivateLoader
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         parameters = private_parameters(module, optimizer)
-        capture = Capture(module, parameters, lambda: loader.current)
+        public = PublicInputs(plan.public_inputs, loader.layout.constant_tensors)
+        generator = self._key.child(_FUNCTIONS).generator()
+        capture = Capture(module, parameters, lambda: loader.current, self._draws(), public, generator)
         inputs = _inputs_of(plan.mechanism)
 
         def count(clip: float | None, span: int | None) -> dict[str, Tensor]:
@@ -237,18 +268,28 @@ class PrivacyEngine:
             for name, parameter in parameters.items():
                 if name in private.lazy:
                     guard(parameter, private.lazy, name)
+        leaving.watch(module)
         self._capture = capture
         self._plan, self._module, self._optimizer, self._loader = plan, module, private, loader
         return module, private, loader
 
+    def _draws(self) -> Draws:
+        """The random numbers of forward passes, such as dropout's masks: others in every step."""
+        return Draws(self._key.child(_FORWARD), lambda: self.ledger.steps)
+
     def close(self) -> None:
-        """Makes the module an ordinary one again. The statement stays."""
+        """Makes the module an ordinary one again. The statement stays.
+
+        What a module keeps beside parameters and buffers, and changed in training, still cannot leave it (`leaving.py`).
+        """
         if self._capture is not None:
             self._capture.detach()
         if self._module is not None and self._optimizer is not None and self._optimizer.lazy is not None:
             self.settle()
             for parameter in self._module.parameters():
                 unguard(parameter)
+        if self._module is not None:
+            leaving.unwatch(self._module)
 
     def settle(self) -> None:
         """Gives every row the noise that LazyDP still owes it. Whatever lets weights out does this by itself."""
@@ -291,7 +332,7 @@ class PrivacyEngine:
             assert self._capture is not None
             seen = glances(module, self._capture, loader, release.inputs, chunk=_GLANCE)
             counts = count_lookups(seen, RowSpace.of(tables), release.clip)
-            generator = optimizer.noise.key.child(PREPARATION).numpy(0)
+            generator = optimizer.noise.key.child(PREPARATION).generator(0)
             self.ledger.record(release.event, setup=True)
             optimizer.memory = release.draw(counts, self.plan.dataset_size, generator)
         return dict(optimizer.memory)
@@ -331,21 +372,29 @@ class PrivacyEngine:
     def get_epsilon(self, delta: float | None = None) -> float:
         """What the steps that really ran have cost; 0 before the first.
 
-        `delta` defaults to the plan's target or, without one, to 1 / N rounded down to one digit.
+        `delta` defaults to the plan's target or, without one, to 0.1 / N rounded down to one digit, N the number of units.
         """
         return epsilon_of(self.ledger, self._delta(delta), self.accountant)
 
     def statement(self, delta: float | None = None) -> PrivacyStatement:
         """What may be promised about the model as it is now."""
-        delta = self._delta(delta)
+        delta, plan = self._delta(delta), self.plan
+        loader = self._parts()[2]
+        epsilon = epsilon_of(self.ledger, delta, self.accountant)
+        compared = self.accountant == "pld" and math.isfinite(epsilon)
         return make_statement(
-            self.plan,
-            epsilon=self.get_epsilon(delta),
+            plan,
+            epsilon=epsilon,
             delta=delta,
             steps=self.ledger.steps,
             seeded=self._key.seeded,
             notes=tuple(self._notes),
             checked=self._checked,
+            abandoned=self.ledger.abandoned,
+            dp_accounting_epsilon=dp_accounting_above(self.ledger, delta, epsilon / 0.9) if compared else None,
+            resumed=self._resumed,
+            signed=self._signing_key is not None,
+            drawn=loader.drawn,
         )
 
     def add_note(self, note: str) -> None:
@@ -357,13 +406,14 @@ class PrivacyEngine:
         self._checked = max(self._checked, report.units)
 
     def _delta(self, delta: float | None) -> float:
-        if delta is not None:
-            return delta
-        if self._plan is not None and self._plan.target_delta is not None:
-            return self._plan.target_delta
-        if self._plan is not None:
-            return default_delta(self._plan.dataset_size)
-        raise ValueError("delta is needed: there is no plan with a target delta yet")
+        units = None if self._plan is None else self._plan.dataset_size
+        if delta is None and self._plan is not None:
+            delta = self._plan.target_delta
+        if delta is None and units is not None:
+            delta = default_delta(units)
+        if delta is None:
+            raise ValueError("delta is needed: there is no plan with a target delta yet")
+        return require_delta(delta, units, self._allow_large_delta)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -380,8 +430,8 @@ class PrivacyEngine:
         checkpoint.save(path, checkpoint.State(
             plan=self.plan, lineage=self._lineage, model=module.state_dict(), optimizer=optimizer.state_dict(),
             loader=loader.state_dict(), prepared=optimizer.prepared, counted=optimizer.counted, memory=optimizer.memory,
-            seed=self._seed, extra=extra or {}, notes=self._notes,
-        ))  # fmt: skip
+            seed=self._seed, extra=extra or {}, notes=self._notes, order=self._order(),
+        ), self._signing_key)  # fmt: skip
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Continues a run with the same plan; returns the caller's `extra`. If anything is wrong, nothing changes.
@@ -390,7 +440,7 @@ class PrivacyEngine:
         Steps that this engine took and that are not in the checkpoint stay in the ledger: they were seen.
         """
         module, optimizer, loader = self._parts()
-        state = checkpoint.load(path, self.plan, seed=self._seed)
+        state = checkpoint.load(path, self.plan, self._seed, self._signing_key, self._order())
         if (
             self.plan.frequencies is not None
             and state.memory
@@ -402,17 +452,31 @@ class PrivacyEngine:
                 "be paid for. Call load_checkpoint before release_frequencies or estimate_errors."
             )
         with nullcontext() if optimizer.lazy is None else optimizer.lazy.replaced():
+            loaded = leaving.loading(module)
             common = self._lineage.common(state.lineage)
             copy_tensors = checkpoint.restore(state, common, module, optimizer, self.ledger, loader)
             self._lineage.join(state.lineage)
+            self._resumed = True
             self._notes += [note for note in state.notes if note not in self._notes]
             if not self._key.seeded:
                 # Going back to an earlier step with the same key would put the same noise on another gradient.
                 self._key = RandomKey.from_os()
                 optimizer.noise.key = self._key.child(_NOISE)
                 loader.rekey(self._key.child(_SAMPLING))
+            assert self._capture is not None
+            self._capture.draws = self._draws()
             copy_tensors()
+            loaded()
         return state.extra
+
+    def _order(self) -> str | None:
+        """Which examples belong together, signed; None without a key: a plain digest would tell, to whoever tries them all."""
+        loader = self._parts()[2]
+        if self._signing_key is None:
+            return None
+        spans = () if loader.stream is None else loader.stream.spans
+        users = () if loader.users is None else (loader.users.begin, loader.users.order)
+        return sign_order(self._signing_key, [*spans, *users])
 
     def _parts(self) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         if self._module is None or self._optimizer is None or self._loader is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import pickle
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,6 +13,14 @@ def suggestion(given: Any, known: Iterable[str]) -> str:
     names = {name.lower(): name for name in known}
     close = difflib.get_close_matches(str(given).lower(), list(names), n=1)
     return f". Did you mean '{names[close[0]]}'?" if close else ""
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line; with its type if it is not SparseDP's own, nor the operating system's."""
+    if isinstance(error, pickle.UnpicklingError):  # torch would have its reader run what is in the file
+        return "it holds other things than weights and plain values, which are not read: they could run code"
+    text = " ".join(str(error).split())
+    return text if isinstance(error, (SparseDPError, OSError)) else f"{type(error).__name__}: {text}"
 
 
 class SparseDPError(Exception):

@@ -9,12 +9,13 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import dp_accounting
-import numpy as np
 import torch
 from torch import Tensor
 
 from sparsedp.accounting import calibrate
 from sparsedp.capture import Captured, RowSpace
+from sparsedp.generator import CipherGenerator
+from sparsedp.grid import grid_of, round_to
 
 
 @dataclass(frozen=True)
@@ -44,13 +45,17 @@ class FrequencyRelease:
     def event(self) -> dp_accounting.DpEvent:
         return dp_accounting.GaussianDpEvent(self.noise_multiplier)
 
-    def draw(self, counts: dict[str, Tensor], units: int, generator: np.random.Generator) -> dict[str, Tensor]:
-        """The share of `units` that looks up each row, (rows,), with noise: it may be negative, or above 1."""
+    def draw(self, counts: dict[str, Tensor], units: int, generator: CipherGenerator) -> dict[str, Tensor]:
+        """The share of `units` that looks up each row, (rows,), with noise: it may be negative, or above 1.
+
+        Counts and noise are rounded together, to the grid of the noise, before they are divided.
+        """
         std = self.noise_multiplier * self.clip
-        return {
-            name: (count + torch.from_numpy(std * generator.standard_normal(len(count)))) / units
+        noisy = {
+            name: count + torch.from_numpy(std * generator.standard_normal(len(count)))
             for name, count in sorted(counts.items())
         }
+        return {name: round_to(count, grid_of(std)) / units for name, count in noisy.items()}
 
     def to_dict(self) -> dict[str, float]:
         values = asdict(self)

@@ -1,4 +1,4 @@
-"""The gradient of one step: noise on the selection, to which the clipped sums of the physical batches are added."""
+"""The gradient of one step: the clipped sums of its physical batches, to which noise is added on the selection."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture import Captured, RowSpace, TouchedRows
+from sparsedp.capture.kernels import find
+from sparsedp.noise import Sums, zero_others
 
 
 class NoisyGradient:
     """A buffer for each parameter that is not frozen: of its shape, or with the selected rows of a table alone.
 
-    The noise comes first and the sums are added to it, which saves a pass over everything. Selected rows of all tables
-    lie in one piece of memory.
+    Sums come first. The noise is added to what they have become, and rounded together with it, in one pass (`noise.py`):
+    what is rounded is then the exact sum of two numbers, whatever was rounded before. Rows without a sum are not written to
+    before that. Selected rows of all tables lie in one piece of memory.
     """
 
     def __init__(
@@ -27,32 +30,50 @@ class NoisyGradient:
     ) -> None:
         """`dense` keeps the buffers of parameters that change as a whole from step to step.
 
-        Without `noise_on_rows`, selected rows begin with zeros: LazyDP gives them their noise later.
+        Without `noise_on_rows`, selected rows get no noise here: LazyDP gives it to them later.
         """
         self.space = space
         self.selection = selection
         self.values: dict[str, Tensor] = {}
         self._parameters = parameters
-        self._noisy: dict[int, Tensor] = {}  # what the noise is drawn into, each under an index of its own
+        self._index: dict[str, int] = {}  # of the noise of parameters that change as a whole
+        self._held: dict[str, Tensor | None] = {}  # those that hold sums: in which rows, ascending; None: in all
+        self._selected: dict[int, Tensor] = {}  # the memory of the selected rows, by the index of its noise
         rows = selection or {}
         for index, (name, parameter) in enumerate(parameters.items()):
             if name not in rows and parameter.requires_grad:
-                self.values[name] = self._noisy[index] = _kept_buffer(dense, name, parameter)
+                self.values[name], self._index[name] = _kept_buffer(dense, name, parameter), index
         kinds = dict.fromkeys((parameters[name].dtype, parameters[name].device) for name in rows)
         for number, (dtype, device) in enumerate(kinds):
             alike = [name for name in rows if (parameters[name].dtype, parameters[name].device) == (dtype, device)]
             sizes = [rows[name].numel() * parameters[name][:1].numel() for name in alike]
-            make = torch.empty if noise_on_rows else torch.zeros
-            flat = make(sum(sizes), dtype=dtype, device=device)
+            flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
             if noise_on_rows:
-                self._noisy[len(parameters) + number] = flat
+                self._selected[len(parameters) + number] = flat
             for name, part in zip(alike, flat.split(sizes)):
                 self.values[name] = part.view(rows[name].numel(), *parameters[name].shape[1:])
 
     @property
-    def noisy(self) -> Mapping[int, Tensor]:
-        """The tensors to fill with noise, before anything is added."""
-        return self._noisy
+    def sums(self) -> dict[int, Sums]:
+        """What noise is to be added to, when all physical batches have been added, each under an index of its own."""
+        nothing = torch.empty(0, dtype=torch.long)
+        whole = {i: Sums(self.values[name], self._held.get(name, nothing)) for name, i in self._index.items()}
+        return whole | {index: Sums(flat) for index, flat in self._selected.items()}
+
+    def _hold(self, name: str, rows: Tensor | None) -> None:
+        """Sets to zero what is about to get its first sum: some rows (ascending), or with None all of them."""
+        if name not in self._index:
+            return
+        values, held = self.values[name], self._held.get(name, torch.empty(0, dtype=torch.long))
+        if held is None:
+            return
+        if rows is None:
+            zero_others(Sums(values, held))
+        else:
+            fresh = rows[find(held, rows) < 0] if held.numel() else rows
+            values[fresh] = 0
+            rows = torch.cat([held, fresh]).sort().values if held.numel() else rows
+        self._held[name] = rows
 
     def add(self, captured: Captured, touched: TouchedRows, slots: Tensor | None, weights: Tensor) -> None:
         """Adds the sum over examples of weight times gradient.
@@ -65,6 +86,8 @@ class NoisyGradient:
             name: uses for name, uses in captured.uses.items() if name in self.values
         }  # not frozen since forward
         looked_up = {name: self.values[name] for name in trained if name in touched.lookups}
+        for name in trained:
+            self._hold(name, touched.of(name) if name in looked_up else None)
         touched.add_weighted_sums(looked_up, slots, weights)
         for name, uses in trained.items():
             if name in looked_up:

@@ -1,8 +1,8 @@
-"""Where randomness comes from: one secret key per purpose, and generators derived from it.
+"""Where randomness comes from: one secret key per purpose, and streams of the cipher derived from it.
 
-A `RandomKey` holds 256 bits from the operating system (or a test's seed). Every generator is a pure function of
-the key and a path of integers such as (step, parameter, chunk), so a run has no generator state to lose: position
-and key are the state. `torch.manual_seed` has no influence.
+A `RandomKey` holds 256 bits from the operating system (or a test's seed). Every random number on a private path is a pure
+function of the key and a path of integers such as (step, parameter, place), by SHAKE-256 and ChaCha8, so a run has no
+generator state to lose: position and key are the state. `torch.manual_seed` has no influence.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ import torch
 
 from sparsedp import chacha
 from sparsedp.errors import SparseDPError
+from sparsedp.generator import CipherGenerator
+from sparsedp.grid import grid_of, round_to
 from sparsedp.threads import on_all_cores
 
-# Words of a Mersenne Twister state.
-_MT_WORDS = 624
 # Elements that one thread draws at a time.
 CHUNK = 1 << 18
 # Tensors smaller than this are drawn at once: another thread would take longer to begin.
 _SMALL = 1 << 15
+_FIRST = np.zeros(1, np.int64)
 # Where a mechanism's own randomness branches off, beyond any parameter's index; and the noise that LazyDP's rows wait for.
 SELECTION, PREPARATION, WAITING = (1 << 30) + 1, (1 << 30) + 2, (1 << 30) + 3
 
@@ -57,55 +58,30 @@ class RandomKey:
         """A key of its own for another purpose."""
         return RandomKey(self._derive(b"child", path, 32), self.seeded)
 
-    def numpy(self, *path: int) -> np.random.Generator:
-        words = np.frombuffer(self._derive(b"numpy", path, 32), dtype=np.uint32)
-        return np.random.Generator(np.random.SFC64(np.random.SeedSequence(words.tolist())))
+    def generator(self, *path: int) -> CipherGenerator:
+        """Random numbers of any law, from a stream of their own."""
+        return CipherGenerator(chacha.stream_key(self._derive(b"generator", path, 32)))
 
     def stream(self, *path: int) -> np.ndarray:
         """A key of its own for `sparsedp.chacha`, (8,) uint32."""
         return chacha.stream_key(self._derive(b"chacha", path, 32))
 
-    def torch(self, *path: int, device: torch.device | str = "cpu") -> torch.Generator:
-        """A torch generator whose whole state comes from the key.
 
-        `Generator.manual_seed` keeps 32 bits of a CPU seed, few enough to try them all, so the CPU state is written in
-        full.
-        """
-        generator = torch.Generator(device=device)
-        if generator.device.type == "cpu":
-            words = np.frombuffer(self._derive(b"torch", path, 4 * _MT_WORDS), dtype=np.uint32)
-            generator.set_state(_cpu_state(words))
-        else:
-            generator.manual_seed(int.from_bytes(self._derive(b"torch", path, 8), "little") >> 1)
-        return generator
+@dataclass(frozen=True)
+class Sums:
+    """A tensor that holds sums, and is to get noise."""
 
-
-@functools.cache
-def _cpu_state_template() -> np.ndarray:
-    """A CPU generator's state before any number was drawn, with its Mersenne Twister marked as used up.
-
-    torch's layout: seed (8 bytes), left (4), seeded (4), next (8), 624 words in 8 bytes each, then cached normals.
-    `left` = 1 makes the generator mix the words before it hands out the first number.
-    """
-    state = torch.Generator().get_state().numpy().copy()
-    state[8:12] = np.array([1], dtype=np.int32).view(np.uint8)
-    state[16:24] = 0
-    return state
-
-
-def _cpu_state(words: np.ndarray) -> torch.Tensor:
-    state = _cpu_state_template().copy()
-    wide = words.astype(np.uint64)
-    wide[0] |= np.uint64(0x80000000)  # an all-zero state would stay zero
-    state[24 : 24 + 8 * _MT_WORDS] = wide.view(np.uint8)
-    return torch.from_numpy(state)
+    values: torch.Tensor  # contiguous
+    rows: torch.Tensor | None = (
+        None  # the rows that hold sums, ascending, int64: all others count as zero. None: all do
+    )
 
 
 class GaussianNoise:
     """Independent normal noise for the tensors of one step, drawn on all cores.
 
-    Every element's noise is a function of the key, the step, the tensor's index and the position in it alone. On the CPU it
-    comes from ChaCha8 (`sparsedp.chacha`); on other devices from torch's generator there.
+    Every element's noise is a function of the key, the step, the tensor's index and the position in it alone, by ChaCha8
+    (`sparsedp.chacha`). It is drawn on the CPU in float32, or float64 for such tensors, and copied where that is not theirs.
     """
 
     def __init__(self, key: RandomKey) -> None:
@@ -114,39 +90,138 @@ class GaussianNoise:
 
     def fill(self, tensors: Mapping[int, torch.Tensor], std: float, step: int) -> None:
         """Overwrites each tensor with N(0, std^2); `tensors` maps a parameter's index to a contiguous tensor."""
-        if os.getpid() != self._process:
-            raise SparseDPError("This process was forked from the one that trains: both would draw the same noise.")
+        self._require_own_process()
         large: list[Callable[[], None]] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, tensor in tensors.items():
-            flat = tensor.view(-1)
             if std == 0:
                 tensor.zero_()
-            elif tensor.device.type != "cpu" or tensor.dtype not in (torch.float32, torch.float64):
-                flat.normal_(0.0, std, generator=self.key.torch(step, index, device=tensor.device))
-            else:
-                values, key = flat.numpy(), self.key.stream(step, index)
-                for first in range(0, len(values), CHUNK):
-                    draw = functools.partial(chacha.fill_normal, values[first : first + CHUNK], std, key, first)
-                    if len(values) < _SMALL:
-                        draw()
-                    else:
-                        large.append(draw)
+                continue
+            drawn = tensor
+            if not _in_place(tensor):
+                drawn = torch.empty(tensor.shape, dtype=_drawn_dtype(tensor))
+                copies.append((tensor, drawn))
+            values, key = drawn.view(-1).numpy(), self.key.stream(step, index)
+            for first in range(0, len(values), CHUNK):
+                draw = functools.partial(chacha.fill_normal, values[first : first + CHUNK], std, key, first)
+                if len(values) < _SMALL:
+                    draw()
+                else:
+                    large.append(draw)
         on_all_cores(lambda task: task(), large)
+        for tensor, drawn in copies:
+            tensor.copy_(drawn)
+
+    def add(self, tensors: Mapping[int, Sums], std: float, step: int) -> None:
+        """Sums plus N(0, std^2), rounded together to multiples of `grid_of(std)`, in place.
+
+        `tensors` maps a parameter's index to its sums. Nothing is rounded where there is no noise.
+        """
+        self._require_own_process()
+        large: list[Callable[[], None]] = []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for index, sums in tensors.items():
+            if std == 0:
+                zero_others(sums)
+                continue
+            drawn = sums.values
+            if not _in_place(sums.values):
+                drawn = sums.values.to("cpu", _drawn_dtype(sums.values))
+                copies.append((sums.values, drawn))
+            values, key = drawn.view(-1).numpy(), self.key.stream(step, index)
+            # All rows with sums are one long row.
+            width, rows = len(values), _FIRST
+            if sums.rows is not None:
+                width, rows = len(values) // max(1, sums.rows.numel() and len(drawn)), sums.rows.cpu().numpy()
+            for first in range(0, len(values), CHUNK):
+                part = values[first : first + CHUNK]
+                draw = functools.partial(chacha.add_normal, part, std, grid_of(std), key, first, width, rows)
+                if len(values) < _SMALL:
+                    draw()
+                else:
+                    large.append(draw)
+        on_all_cores(lambda task: task(), large)
+        for tensor, drawn in copies:
+            tensor.copy_(drawn)
+
+    def _require_own_process(self) -> None:
+        if os.getpid() != self._process:
+            raise SparseDPError("This process was forked from the one that trains: both would draw the same noise.")
+
+
+def _drawn_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """What normals for a tensor are drawn in."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def zero_others(sums: Sums) -> None:
+    """Sets the rows to zero that hold no sums."""
+    if sums.rows is not None and sums.rows.numel() == 0:
+        sums.values.zero_()
+    elif sums.rows is not None:
+        held = sums.values[sums.rows]
+        sums.values.zero_()
+        sums.values[sums.rows] = held
 
 
 def row_normals(key: RandomKey, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Standard normals for rows of the table `like`, (n, ...): a function of the key, each row's number and the column."""
-    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-    out = torch.empty(rows.numel(), like.shape[1:].numel(), dtype=dtype)
+    out = torch.empty(rows.numel(), like.shape[1:].numel(), dtype=_drawn_dtype(like))
     chacha.fill_rows(out.numpy(), rows.cpu().numpy(), 1.0, key.stream())
     return out.to(like).view(rows.numel(), *like.shape[1:])
 
 
-def add_row_normals(key: RandomKey, table: torch.Tensor, rows: torch.Tensor, std: np.ndarray) -> None:
-    """table[rows[i]] += std[i] times what `row_normals` draws for that row, in place; `rows` are distinct."""
-    if table.device.type == "cpu" and table.is_contiguous() and table.dtype in (torch.float32, torch.float64):
-        chacha.add_rows(table.view(len(table), -1).numpy(), rows.numpy(), std, key.stream())
+def add_row_normals(
+    key: RandomKey,
+    table: torch.Tensor,
+    rows: torch.Tensor,
+    std: np.ndarray,
+    grid: float,
+    factor: np.ndarray | None = None,
+) -> None:
+    """table[rows[i]] = factor[i] table[rows[i]] + std[i] z, rounded to multiples of `grid`, in place.
+
+    z is what `row_normals` draws for that row; `rows` are distinct; `factor` None: 1.
+    """
+    if _in_place(table):
+        chacha.add_rows(table.view(len(table), -1).numpy(), rows.numpy(), std, grid, key.stream(), factor)
         torch.autograd.graph.increment_version(table)
         return
-    scale = torch.from_numpy(std).to(table).view(-1, *[1] * (table.ndim - 1))
-    table.index_add_(0, rows, row_normals(key, rows, table) * scale)
+    wide = table[rows].double() * _column(1.0 if factor is None else factor, table)
+    table[rows] = round_to(wide + _wide_normals(key, rows, table) * _column(std, table), grid).to(table)
+
+
+def move_row_pairs(
+    keys: tuple[RandomKey, RandomKey], table: torch.Tensor, other: torch.Tensor, rows: torch.Tensor, drift: np.ndarray,
+    std: np.ndarray, grids: tuple[float, float], shift: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Rows of two tables of one shape, moved by noise that they share: see `chacha.move_pairs`."""
+    if _in_place(table) and _in_place(other):
+        one, two = (tensor.view(len(tensor), -1).numpy() for tensor in (table, other))
+        shifts = None if shift is None else shift.reshape(len(rows), -1).numpy()
+        chacha.move_pairs(one, two, rows.numpy(), drift, std, shifts, grids, (keys[0].stream(), keys[1].stream()))
+        for tensor in (table, other):
+            torch.autograd.graph.increment_version(tensor)
+        return
+    w, v = table[rows].double(), other[rows].double()
+    z, rest = (_wide_normals(key, rows, table) for key in keys)
+    z = z if shift is None else z + shift
+    ww, wv, vw, vv = (_column(part, table) for part in drift)
+    for_table, for_other, alone = (_column(part, table) for part in std)
+    table[rows] = round_to(ww * w + wv * v + for_table * z, grids[0]).to(table)
+    other[rows] = round_to(vw * w + vv * v + for_other * z + alone * rest, grids[1]).to(other)
+
+
+def _wide_normals(key: RandomKey, rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """What `row_normals` draws for a table of at least float32, in float64."""
+    return row_normals(key, rows, table[:0].to(_drawn_dtype(table))).double()
+
+
+def _in_place(table: torch.Tensor) -> bool:
+    """Whether compiled loops can write to it."""
+    return table.device.type == "cpu" and table.is_contiguous() and table.dtype in (torch.float32, torch.float64)
+
+
+def _column(values: float | np.ndarray, table: torch.Tensor) -> torch.Tensor:
+    """One number for each of some rows, float64, to be multiplied with them."""
+    return torch.as_tensor(values, dtype=torch.float64, device=table.device).view(-1, *[1] * (table.ndim - 1))

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Capture, Captured, RowNorms, RowSpace, TouchedRows, named_tensors
 from sparsedp.capture.kernels import LARGEST, find, move_rows
-from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnsupportedError
+from sparsedp.errors import NonFiniteGradientError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.gradient import NoisyGradient
 from sparsedp.lazy import LazyTables
 from sparsedp.mechanisms.base import Step
@@ -25,6 +26,8 @@ from sparsedp.nn.fallback import keep_selection
 from sparsedp.noise import PREPARATION, SELECTION, WAITING, GaussianNoise, RandomKey
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import BatchInfo
+
+_DROPPED = 3  # gradients in a row that zero_grad() may drop before somebody is told
 
 
 @dataclass(frozen=True)
@@ -142,6 +145,7 @@ class PrivateOptimizer(Optimizer):
         self.counted: list[int | None] = []  # the scopes that it decided this on
         self.memory: dict[str, Tensor] = {}  # what it keeps of them for the next one
         self._stepped: BatchInfo | None = None
+        self._dropped = 0  # gradients since the last step() that zero_grad() dropped
         self._accumulated = _Accumulated()
         self._held: list[Captured] = []  # physical batches whose selection is not known yet
         self._buffers: dict[str, Tensor] = {}
@@ -197,6 +201,15 @@ class PrivateOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets what backward collected since the last step. Finished micro-batches stay."""
+        if self._capture.has_collected:
+            self._dropped += 1
+            if self._dropped == _DROPPED:
+                warnings.warn(
+                    f"zero_grad() dropped the gradients of {_DROPPED} batches in a row, none of which had a step(): nothing is "
+                    "trained. Call step() of the optimizer that make_private returned after each backward().",
+                    SparseDPWarning,
+                    stacklevel=2,
+                )
         self._capture.clear()
         self._drop_gradients()
 
@@ -242,7 +255,7 @@ class PrivateOptimizer(Optimizer):
                 f"The loss is over {captured.units} units with {captured.examples} examples, the current batch has "
                 f"{batch.units} with {batch.examples}."
             )
-        self._stepped, taken = batch, self.ledger.steps
+        self._stepped, taken, self._dropped = batch, self.ledger.steps, 0
         try:
             self._take(batch, captured)
         except BaseException:
@@ -354,14 +367,29 @@ class PrivateOptimizer(Optimizer):
         return {n: self._parameters[n].detach() for n in sorted(self._tables) if self._parameters[n].requires_grad}
 
     def _begin(self, selection: Mapping[str, Tensor] | None) -> NoisyGradient:
-        """The noise of this step, on the selection."""
+        """The gradient of this step, on the selection, before anything was added to it."""
         space = RowSpace.of(self._trained_tables())
-        gradient = NoisyGradient(self._parameters, space, selection, self._buffers, noise_on_rows=self.lazy is None)
-        # The noise on the sum has this deviation times the divisor; the sums that are added are divided, too.
+        # Whoever keeps a gradient of an earlier step would find sums without noise in it, if its memory were used again.
+        buffers = {} if self._keeps_gradients() else self._buffers
+        return NoisyGradient(self._parameters, space, selection, buffers, noise_on_rows=self.lazy is None)
+
+    def _keeps_gradients(self) -> bool:
+        """Whether somebody may hold on to a gradient after its step. torch's own optimizers do not."""
+        return self._watched() or not type(self.inner).__module__.startswith("torch.optim.")
+
+    def _watched(self) -> bool:
+        """Whether somebody is called at each step of the wrapped optimizer, who may look at the gradients."""
+        inner = self.inner
+        own = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
+        everybodys = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        return bool("step" in vars(inner) or own or everybodys)
+
+    def _add_noise(self, gradient: NoisyGradient) -> None:
+        """To the sums of the whole logical batch, with which it is rounded."""
+        # The noise on the sum has this deviation times the divisor; the sums that were added are divided, too.
         std = self.plan.mechanism.gradient_noise(self.plan.noise_multiplier) * self.plan.clipping.max_norm
         with self.stage("noise"):
-            self.noise.fill(gradient.noisy, std / self.plan.divisor, self.ledger.steps)
-        return gradient
+            self.noise.add(gradient.sums, std / self.plan.divisor, self.ledger.steps)
 
     def _accumulate(self, captured: Captured, gradient: NoisyGradient) -> None:
         """Clips the units of one physical batch, on the selection, and adds them to the gradient."""
@@ -451,6 +479,7 @@ class PrivateOptimizer(Optimizer):
             self.lazy.begin(tables)
         if not mechanism.selects:
             assert self._accumulated.gradient is not None
+            self._add_noise(self._accumulated.gradient)
             return self._accumulated.gradient
         for captured in self._held:
             captured.require_unchanged()  # since its own step(): a loop may use one tensor for all physical batches
@@ -459,6 +488,7 @@ class PrivateOptimizer(Optimizer):
         gradient = self._begin(selection)
         for captured in self._held:
             self._accumulate(captured, gradient)
+        self._add_noise(gradient)
         return gradient
 
     def _hand_over(self, gradient: NoisyGradient) -> bool:
@@ -488,8 +518,7 @@ class PrivateOptimizer(Optimizer):
         watches the step, who may look at the gradients.
         """
         inner = self.inner
-        watched = "step" in vars(inner) or inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-        if type(inner) is not torch.optim.SGD or watched:
+        if type(inner) is not torch.optim.SGD or self._watched():
             return {}
         groups = [
             group for group in inner.param_groups

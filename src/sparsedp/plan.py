@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import warnings
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
@@ -12,15 +13,17 @@ import dp_accounting
 
 from sparsedp.accounting import calibrate
 from sparsedp.accounting.epsilon import Accountant, epsilon_of
+from sparsedp.accounting.events import require_number
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.clipping import Clipping
-from sparsedp.errors import UnsupportedError
+from sparsedp.errors import SparseDPWarning, UnsupportedError
 from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
 from sparsedp.sampling.stream import StreamPlan
 
 Unit = Literal["example", "user"]
 LossReduction = Literal["mean", "sum"]
+LARGEST_DELTA = 0.01  # that a promise may have without being asked for by name
 _SHOWN = 3  # parameters that are named when two plans differ
 
 
@@ -46,6 +49,7 @@ class PrivacyPlan:
     stream: StreamPlan | None = None
     max_examples_per_user: int | None = None  # in a step; None: all of them
     frequencies: FrequencyRelease | None = None  # what is released of the rows' frequencies, once
+    public_inputs: tuple[str, ...] = ()  # what a batch or forward() takes for all units and was declared public
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise_multiplier < float("inf"):
@@ -162,6 +166,7 @@ class PrivacyPlan:
         values["clipping"] = self.clipping.to_dict()
         values["mechanism"] = self.mechanism.to_dict()
         values["parameters"] = [[name, list(shape)] for name, shape in self.parameters]
+        values["public_inputs"] = list(self.public_inputs)
         if self.stream is None:
             del values["stream"]
         else:
@@ -180,6 +185,7 @@ class PrivacyPlan:
         values["clipping"] = Clipping(**values["clipping"])
         values["mechanism"] = mechanism_from_dict(values["mechanism"])
         values["parameters"] = tuple((name, tuple(shape)) for name, shape in values["parameters"])
+        values["public_inputs"] = tuple(values["public_inputs"])
         if "stream" in values:
             values["stream"] = StreamPlan.from_dict(values["stream"])
         if "frequencies" in values:
@@ -212,7 +218,32 @@ def _different_parameters(there: list, here: list) -> str:
     return f"parameters: {', '.join([*shown, *more]) or 'in another order'}"
 
 
-def default_delta(size: int) -> float:
-    """1 / N, as in the DP-AdaFEST paper (section 4), rounded down to one digit."""
-    exponent = math.floor(math.log10(1 / size))
-    return float(f"{math.floor(1 / size / 10**exponent + 1e-9)}e{exponent}")
+def default_delta(units: int) -> float:
+    """0.1 / N, rounded down to one digit, and at most 0.01."""
+    wanted = min(0.1 / units, LARGEST_DELTA)
+    exponent = math.floor(math.log10(wanted) + 1e-9)
+    return float(f"{math.floor(wanted / 10**exponent + 1e-9)}e{exponent}")
+
+
+def require_delta(delta: float, units: int | None, allow_large: bool) -> float:
+    """`delta`, if a promise to `units` units (None: it is not known how many) may rest on it.
+
+    A mechanism that publishes each unit's data with probability delta is (0, delta)-differentially private, and is expected
+    to publish delta x N units. So a delta above 1 / N is warned of, and one above 0.01 refused unless `allow_large`.
+    """
+    delta = require_number("delta", delta, low=0.0, high=1.0, low_open=True, high_open=True)
+    if delta > LARGEST_DELTA and not allow_large:
+        raise UnsupportedError(
+            f"delta={delta:g} is above {LARGEST_DELTA:g}: such a promise holds even for publishing each unit's data with that "
+            "probability. Take a delta well below 1 / N, N the number of units; to have this one all the same, say "
+            "allow_large_delta (PrivacyEngine(allow_large_delta=True), privacy.allow_large_delta in a configuration, "
+            "--allow-large-delta of `sparsedp account`)."
+        )
+    if units is not None and delta * units > 1 + 1e-9:
+        warnings.warn(
+            f"delta={delta:g} is above 1 / N = {1 / units:.3g}: delta x N = {delta * units:.3g} units may be left without "
+            f"protection. Take one well below it; the default is {default_delta(units):g}.",
+            SparseDPWarning,
+            stacklevel=3,
+        )
+    return delta

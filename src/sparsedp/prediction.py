@@ -177,7 +177,7 @@ def look_at_data(
         everyone = loader.indices(span)
         indices = np.arange(loader.dataset_size) if everyone is None else everyone
         if wanted < len(indices):  # the same sample each time, for nothing of it is released
-            indices = np.random.default_rng(0).choice(indices, wanted, replace=False, shuffle=False)
+            indices = indices[RandomKey.from_seed(0).generator().choice(len(indices), wanted)]
         seen += len(indices)
         with kept_for_now(module, selection or {}) as chosen:
             within = None if selection is None else space.join(chosen)

@@ -22,7 +22,9 @@ class PrivacyStatement:
 
     epsilon: float
     delta: float
+    delta_times_units: float  # how many units a mechanism may publish that this delta permits, in expectation
     steps: int
+    abandoned_steps: int  # that ran and are not part of the model; the epsilon includes them
     unit: str
     neighbouring: str
     mechanism: str
@@ -34,6 +36,10 @@ class PrivacyStatement:
     sampling: str
     composition: str | None  # of the periods of a stream
     accountant: str
+    dp_accounting_epsilon: float | None  # of dp_accounting's PLD accountant, where that is more than a tenth above ours
+    rounding: str | None  # what keeps floating-point numbers from telling more than the noise lets through
+    batches_drawn: int  # from the loader
+    batches_without_step: int  # of these
     assumptions: tuple[str, ...]
     not_covered: tuple[str, ...]
 
@@ -46,6 +52,17 @@ class PrivacyStatement:
     def _mechanism(self) -> str:
         settings = ", ".join(f"{key}={value}" for key, value in self.settings.items() if value is not None)
         return f"{self.mechanism}({settings})" if settings else self.mechanism
+
+    @property
+    def _accounting(self) -> str:
+        parts = [f"{self.steps} steps by the {self.accountant} accountant"]
+        if self.abandoned_steps:
+            parts.append(f"with {self.abandoned_steps} more that ran and are not part of this model")
+        if self.dp_accounting_epsilon is not None:
+            parts.append(f"dp_accounting's PLD, on a coarser grid, gives epsilon = {self.dp_accounting_epsilon:.4g}")
+        if self.batches_without_step:  # they cost nothing, and nothing was learned from them
+            parts.append(f"of {self.batches_drawn} batches drawn, {self.batches_without_step} had no step")
+        return "; ".join(parts)
 
     def to_dict(self) -> dict[str, Any]:
         values = asdict(self)
@@ -70,8 +87,11 @@ class PrivacyStatement:
             f"  promise:      {self.guarantee}",
             f"  sampling:     {self.sampling}",
             *([] if self.composition is None else [f"  periods:      {self.composition}"]),
-            f"  accounting:   {self.steps} steps by the {self.accountant} accountant",
+            f"  accounting:   {self._accounting}",
+            *([] if self.rounding is None else [f"  rounding:     {self.rounding}"]),
         ]
+        if self.holds:
+            lines.insert(1, f"  delta:        delta x N = {self.delta_times_units:.3g}, N the number of units")
         for title, items in (("assumes", self.assumptions), ("not covered", self.not_covered)):
             lines += [f"  {title + ':':13s} {items[0]}"] + [f"{'':16s}{item}" for item in items[1:]] if items else []
         return "\n".join(lines)
@@ -79,11 +99,14 @@ class PrivacyStatement:
 
 def make_statement(
     plan: PrivacyPlan, *, epsilon: float, delta: float, steps: int, seeded: bool, notes: tuple[str, ...] = (),
-    checked: int = 0,
+    checked: int = 0, abandoned: int = 0, dp_accounting_epsilon: float | None = None, resumed: bool = False,
+    signed: bool = False, drawn: int = 0,
 ) -> PrivacyStatement:  # fmt: skip
     """The statement for a run of `steps` steps by `plan`. `notes` are further things that are not covered.
 
-    `checked` is the number of units that `sparsedp.check` looked at.
+    `checked` is the number of units that `sparsedp.check` looked at, `abandoned` that of steps which are not part of the model.
+    `resumed`: the run went on from a checkpoint, which was `signed` with a key or not. `drawn` logical batches came from the
+    loader.
     """
     rate = f"rate {plan.batch_size}/{plan.dataset_size} = {plan.sample_rate:.3g}"
     unit: str = plan.unit
@@ -100,10 +123,12 @@ def make_statement(
             f"Each example's loss depends on that example alone. {_verified(checked)}",
             "Batches keep the order of the examples that they are made of: neither collate_fn nor the loop sorts them.",
         ]
+    if plan.public_inputs:
+        named = ", ".join(plan.public_inputs)
+        assumptions.append(f"These inputs do not depend on who is in a batch, as was declared: {named}.")
     not_covered = [
         "Choices made by looking at private data: hyper-parameters, vocabularies, early stopping.",
         "Metrics and step reports, which are computed from private data without noise.",
-        "Attacks that look at how the noise was rounded to floating-point numbers.",
         *notes,
     ]
     if plan.stream is not None:
@@ -133,6 +158,8 @@ def make_statement(
         sampling += (
             "; each with all of their examples" if most is None else f"; each with at most {most} of their examples"
         )
+    if resumed:
+        assumptions += _of_checkpoints(signed)
     if seeded:
         not_covered.insert(0, "Seeded, do not release: whoever knows the seed can take the noise away.")
     guarantee = plan.mechanism.guarantee if plan.noise_multiplier > 0 else "none: there is no noise"
@@ -141,7 +168,9 @@ def make_statement(
     return PrivacyStatement(
         epsilon=epsilon,
         delta=delta,
+        delta_times_units=delta * plan.dataset_size,
         steps=steps,
+        abandoned_steps=abandoned,
         unit=unit,
         neighbouring=neighbouring,
         mechanism=plan.mechanism.name,
@@ -153,8 +182,24 @@ def make_statement(
         sampling=sampling,
         composition=composition,
         accountant=plan.accountant.upper(),
+        dp_accounting_epsilon=dp_accounting_epsilon,
+        rounding=_rounding(plan),
+        batches_drawn=drawn,
+        batches_without_step=max(0, drawn - steps),
         assumptions=tuple(assumptions),
         not_covered=tuple(not_covered),
+    )
+
+
+def _rounding(plan: PrivacyPlan) -> str | None:
+    if plan.noise_multiplier == 0:
+        return None
+    where = "each sum with its noise"
+    if plan.mechanism.lazy:
+        where += ", and each settled row of a table,"
+    return (
+        f"{where} is rounded to a power-of-two grid of at most 1/1024 of the noise's deviation, so that the bits of weights "
+        "and optimizer state do not tell what was added"
     )
 
 
@@ -162,3 +207,12 @@ def _verified(checked: int) -> str:
     if checked:
         return f"sparsedp.check found it so, on {checked} of them."
     return "Nothing but sparsedp.check verifies that for the loss function, and no check is on record."
+
+
+def _of_checkpoints(signed: bool) -> list[str]:
+    """What a run that went on from a checkpoint takes for granted."""
+    edited = "" if signed else " Nobody edited them: without a ledger_key only accidental changes are found."
+    return [
+        "The checkpoints that this run went on from hold all that ran before: neither the runs that wrote them took further "
+        "steps, nor did other runs go on from them, save those whose checkpoints were loaded here." + edited
+    ]

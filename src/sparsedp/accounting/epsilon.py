@@ -12,7 +12,7 @@ from sparsedp.accounting.events import ExponentialMechanismDpEvent, canonical, r
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.accounting.pld import pld_delta, pld_epsilon
 from sparsedp.accounting.rdp import rdp_delta, rdp_epsilon
-from sparsedp.accounting.reference import reference_delta, reference_epsilon
+from sparsedp.accounting.reference import reference_above, reference_delta, reference_epsilon
 from sparsedp.errors import ConfigError, UnsupportedError
 
 Accountant = Literal["pld", "rdp", "dp_accounting"]
@@ -86,6 +86,16 @@ def _delta(leaves: dict[DpEvent, int], epsilon: float, accountant: Accountant, r
         return min(estimate.value, rdp_delta(leaves, epsilon))
     except UnsupportedError:
         return estimate.value
+
+
+def dp_accounting_above(event: DpEvent | Ledger, delta: float, bound: float) -> float | None:
+    """The epsilon of dp_accounting's PLD accountant if it is above `bound`, in a second or two; otherwise None.
+
+    None also if it does not know the events.
+    """
+    known = [leaves for leaves in _leaves(event, "dp_accounting") if leaves and NonPrivateDpEvent() not in leaves]
+    found = [reference_above(leaves, delta, bound) for leaves in known]
+    return max((epsilon for epsilon in found if epsilon is not None), default=None)
 
 
 def _leaves(event: DpEvent | Ledger, accountant: str) -> list[dict[DpEvent, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -12,8 +13,7 @@ from dp_accounting import ComposedDpEvent, DpEvent, SelfComposedDpEvent
 from sparsedp.accounting.events import event_from_dict, event_to_dict, require_count, validate_event
 from sparsedp.errors import CheckpointError, SparseDPError
 
-# Version 1 had neither a composition nor scopes: everything composed.
-_VERSION = 2
+_VERSION = 3
 # How entries of different scopes compose: see `Ledger`.
 Composition = Literal["sequential", "parallel"]
 
@@ -94,8 +94,12 @@ class Ledger:
             return [_composed(self.entries)]
         return [_composed([entry for entry in self.entries if entry.scope in (None, scope)]) for scope in scopes]
 
+    def holds(self, other: Ledger) -> bool:
+        """Whether everything that is in the other ledger is in this one."""
+        return not _counted(other) - _counted(self)
+
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Plain JSON types, with a digest of them, which finds accidents; whoever edits them on purpose edits it too."""
         entries = [
             {
                 "event": event_to_dict(entry.event),
@@ -106,21 +110,31 @@ class Ledger:
             }
             for entry in self.entries
         ]
-        return {"version": _VERSION, "composition": self.composition, "entries": entries}
+        return {
+            "version": _VERSION,
+            "composition": self.composition,
+            "entries": entries,
+            "digest": _digest(self.composition, entries),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Replace the record by a saved one; if any of it is malformed or unknown, nothing changes."""
-        version = state.get("version") if isinstance(state, dict) else None
-        keys = {1: {"version", "entries"}, _VERSION: {"version", "entries", "composition"}}
-        if version not in keys or set(state) != keys[version]:
+        keys = {"version", "composition", "entries", "digest"}
+        if not isinstance(state, dict) or state.get("version") != _VERSION or set(state) != keys:
             raise CheckpointError(f"not a ledger of version {_VERSION}: {state!r:.200}")
         if not isinstance(state["entries"], list):
             raise CheckpointError("the ledger's entries must be a list")
-        composition = state.get("composition", "sequential")
+        composition = state["composition"]
         if composition not in get_args(Composition):
             raise CheckpointError(f"the ledger's composition must be sequential or parallel; got {composition!r}")
-        self.entries = [_load_entry(index, entry, version) for index, entry in enumerate(state["entries"])]
-        self.composition = composition
+        entries = [_load_entry(index, entry) for index, entry in enumerate(state["entries"])]
+        if state["digest"] != _digest(composition, state["entries"]):
+            raise CheckpointError("the ledger was changed after it was written: its digest is another one's")
+        self.entries, self.composition = entries, composition
+
+
+def _digest(composition: str, entries: list[dict[str, Any]]) -> str:
+    return hashlib.sha256(json.dumps([composition, entries], sort_keys=True).encode()).hexdigest()
 
 
 def _counted(ledger: Ledger) -> Counter[str]:
@@ -140,8 +154,8 @@ def _composed(entries: list[Entry]) -> DpEvent:
     return ComposedDpEvent([SelfComposedDpEvent(entry.event, entry.count) for entry in entries])
 
 
-def _load_entry(index: int, data: Any, version: int) -> Entry:
-    fields = {"event", "count", "setup", "abandoned"} | ({"scope"} if version > 1 else set())
+def _load_entry(index: int, data: Any) -> Entry:
+    fields = {"event", "count", "setup", "abandoned", "scope"}
     if not isinstance(data, dict) or set(data) != fields:
         raise CheckpointError(f"ledger entry {index} must have the fields {sorted(fields)}; got {data!r:.200}")
     for flag in ("setup", "abandoned"):
@@ -149,8 +163,7 @@ def _load_entry(index: int, data: Any, version: int) -> Entry:
             raise CheckpointError(f"ledger entry {index}: {flag} must be true or false; got {data[flag]!r}")
     try:
         count = require_count("count", data["count"], low=1)
-        scope = data.get("scope")
-        scope = None if scope is None else require_count("scope", scope, low=0)
+        scope = None if data["scope"] is None else require_count("scope", data["scope"], low=0)
         return Entry(event_from_dict(data["event"]), count, data["setup"], data["abandoned"], scope)
     except SparseDPError as error:
         raise CheckpointError(f"ledger entry {index}: {error}") from error

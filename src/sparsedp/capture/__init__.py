@@ -1,9 +1,12 @@
 """Uses of parameters during forward, and the per-unit norms and sums that follow from them."""
 
 from sparsedp.capture.capture import Capture, Captured, named_tensors
+from sparsedp.capture.inputs import PublicInputs
+from sparsedp.capture.randomness import Draws, RepeatedDraws, Replaced
 from sparsedp.capture.rows import RowSpace, TouchedRows
 from sparsedp.capture.uses import ParameterUses, RowNorms, RowSparse
 
 __all__ = [
-    "Capture", "Captured", "ParameterUses", "RowNorms", "RowSpace", "RowSparse", "TouchedRows", "named_tensors",
+    "Capture", "Captured", "Draws", "ParameterUses", "PublicInputs", "RepeatedDraws", "Replaced", "RowNorms", "RowSpace",
+    "RowSparse", "TouchedRows", "named_tensors",
 ]  # fmt: skip

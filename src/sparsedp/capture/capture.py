@@ -11,24 +11,52 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import torch.nn.modules.module as _module_hooks
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from sparsedp.capture.expressions import Expression, Placed
+from sparsedp.capture.functions import APPLY, Functions
+from sparsedp.capture.inputs import PublicInputs, advice, named_inputs, slots_of
 from sparsedp.capture.owners import Grouping
+from sparsedp.capture.randomness import (
+    COUNTING,
+    TRAINING,
+    WITHOUT_GRADIENT,
+    Draws,
+    GlobalGenerators,
+    draws_nothing,
+    may_draw,
+    refuse_moved,
+)
 from sparsedp.capture.rows import RowSpace, TouchedRows
-from sparsedp.capture.tracking import POINTWISE, Info, Mixed, UnitAxis, UnitData, follow, plain_name, written_axis
+from sparsedp.capture.tracking import (
+    POINTWISE,
+    Info,
+    Mixed,
+    UnitAxis,
+    UnitData,
+    WholeBatch,
+    follow,
+    plain_name,
+    written_axis,
+)
 from sparsedp.capture.uses import ParameterUses, RowNorms, Use
 from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
+from sparsedp.generator import CipherGenerator
+from sparsedp.noise import RandomKey
 
 # Operations that normalise over the batch, and the argument that says whether they do.
 _BATCH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
+# Forward passes over one batch that a backward pass may come by at once, and that are looked at then.
+_PASSES = 64
 # Operations that take from a batch tensor only its shape, type or device.
 _SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to", "is_same_size"}
 
@@ -45,6 +73,12 @@ class HasUnits(Protocol):
     @property
     def owners(self) -> Tensor | None: ...
 
+    @property
+    def offsets(self) -> tuple[Tensor, ...]: ...  # tensors with an entry for each example, which other examples decide
+
+    @property
+    def constants(self) -> tuple[Tensor, ...]: ...  # tensors that are the same in every batch
+
 
 @dataclass(frozen=True, eq=False)
 class _Unnumbered:
@@ -52,6 +86,8 @@ class _Unnumbered:
 
     units: int
     owners: Tensor | None = None
+    offsets: tuple[Tensor, ...] = ()
+    constants: tuple[Tensor, ...] = ()
 
     @property
     def examples(self) -> int:
@@ -65,7 +101,9 @@ class Record:
     finish: Callable[[Tensor], Placed]
     batch: HasUnits
     kept: list[Kept]  # what `finish` makes uses of
+    use: tuple[str, list[Expression]]  # the operation, and what it uses of parameters
     grad: Tensor | None = None
+    arrived: bool = False  # a backward pass came by, maybe with no gradient at all
 
 
 class _TensorInfo:
@@ -81,6 +119,9 @@ class _TensorInfo:
     def __getitem__(self, tensor: Tensor) -> Any:
         return self._known[id(tensor)][1]
 
+    def tensors(self) -> list[Tensor]:
+        return [tensor for reference, _ in list(self._known.values()) if (tensor := reference()) is not None]
+
     def __setitem__(self, tensor: Tensor, info: Any) -> None:
         known, key = self._known, id(tensor)
 
@@ -89,6 +130,9 @@ class _TensorInfo:
                 del known[key]
 
         known[key] = (weakref.ref(tensor, forget), info)
+
+    def forget(self, tensor: Tensor) -> None:
+        self._known.pop(id(tensor), None)
 
 
 class Kept:
@@ -109,17 +153,24 @@ class Kept:
 
 
 class _Source(torch.autograd.Function):
-    """Makes a tensor that has no history the start of one, so that its gradient can be seen."""
+    """Makes a tensor the start of a history, or the next in that of `before`, so that its gradient can be seen.
+
+    The tensor comes in a list, so that it is no input of the function: torch would give back a view of an input.
+    """
+
+    apply = APPLY  # without what torch does for others' functions, and without `Functions`
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, receive: Callable[[Tensor], None], box: list[Tensor]) -> Tensor:
-        ctx.receive = receive
+    def forward(
+        ctx: Any, anchor: Tensor, before: Tensor | None, receive: Callable[[Sequence[Tensor]], None], box: list[Tensor]
+    ) -> Tensor:
+        ctx.receive, ctx.goes_on = receive, before is not None
         return box.pop()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        ctx.receive(grads[0])
-        return None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None, None]:
+        ctx.receive(grads)
+        return None, grads[0] if ctx.goes_on else None, None, None
 
 
 @dataclass
@@ -175,7 +226,10 @@ class Captured:
 class Capture:
     """Collects the uses of `parameters` (by name) in the forward passes of `module`.
 
-    `current_batch` gives the batch that the loop works on; None if there is none yet.
+    `current_batch` gives the batch that the loop works on; None if there is none yet. The random numbers of the forward
+    passes come from `draws`; None: from a key of their own. `public` says which inputs without an axis of units may meet
+    units, and the others are refused where they do; None: all may, which `sparsedp.check` compares. `generator` picks when
+    custom functions are tried (`Functions`).
     """
 
     def __init__(
@@ -183,6 +237,9 @@ class Capture:
         module: nn.Module,
         parameters: Mapping[str, nn.Parameter],
         current_batch: Callable[[], HasUnits | None] = lambda: None,
+        draws: Draws | None = None,
+        public: PublicInputs | None = None,
+        generator: CipherGenerator | None = None,
     ) -> None:
         from sparsedp.capture.rules import public_ids, run_use  # which are written with this class
 
@@ -192,6 +249,7 @@ class Capture:
             id(parameter): Expression(parameter, ((name, parameter),)) for name, parameter in parameters.items()
         }
         self._current_batch = current_batch
+        self._public = public
         self._tape: list[Record] = []
         self._info = _TensorInfo()
         self._mode = _Mode(self)
@@ -205,10 +263,29 @@ class Capture:
         # Later, another tensor may stand in for one.
         self._kept: dict[str, tuple[int, int]] = {}
         self._storages: dict[int, list[tuple[str, Tensor]]] = {}
+        # Numbers that a forward pass changes without looking at the batch, before it did, and by how much the first one did.
+        self._before: dict[str, Tensor] = {}
+        self._increments: dict[str, Tensor] = {}
         self._keeping: list[Kept] = []  # for the next record
+        self._written: dict[int, Tensor] = {}  # memory that units were written to in this forward pass
+        self._functions = Functions(self, generator)
+        # What was made or changed with gradients off, since they were last on, and what it came from then.
+        self._hidden: list[tuple[weakref.ref[Tensor], Any]] = []
+        self._weak = weakref.ref(self)
+        self._use: tuple[str, list[Expression]] = ("", [])  # that runs now
+        # The uses that wait for a backward pass: number of the forward pass, the node that made the output, the record.
+        self._awaited: list[tuple[int, Any, Record]] = []
+        self._expected: list[Record] = []  # those that a backward pass comes by
+        self._passes = self._records = 0  # how many there were
+        self._collected: HasUnits | None = None  # the last batch whose uses were collected
+        self._task = -1  # the last backward pass
+        self._foreign = False  # whether a tensor that is not private asks for its gradient in this forward pass
         self._glanced: Placed | None = None
         self._glanced_at: HasUnits | None = None
         self._batch: HasUnits = _Unnumbered(0)
+        self.draws = Draws(RandomKey.from_os()) if draws is None else draws
+        self._generators = GlobalGenerators()
+        self._places: dict[str, Any] | None = None  # of them as a forward pass began; None where it may use them
         # Called with each operation of a forward pass: settles the rows of lazy tables that it reads.
         self.before_read: Callable[[Callable, tuple, dict], None] | None = None
 
@@ -236,6 +313,8 @@ class Capture:
                     "parameter, make that part a parameter of its own."
                 )
         for name, module in self._module.named_modules():
+            _refuse_backward_hooks(name, module)
+        for name, module in self._module.named_modules():
             self._handles.append(module.register_forward_pre_hook(_Before(self, name), with_kwargs=True, prepend=True))
             self._handles.append(module.register_forward_hook(_After(self), always_call=True))
         for name, parameter in self._module.named_parameters():
@@ -248,20 +327,25 @@ class Capture:
             handle.remove()
         self._handles.clear()
         self.clear()
+        self._awaited.clear()
 
     def clear(self) -> None:
         """Forgets collected uses, and leaves a forward pass that was interrupted."""
         for record in self._tape:
             record.grad = None
         self._tape.clear()
+        self._expected.clear()
+        self._awaited = [entry for entry in self._awaited if not entry[2].arrived]  # backward may be yet to come
         while self._stack:
             self._leave()
 
-    def enter(self, name: str, args: tuple, kwargs: dict) -> None:
+    def enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         _refuse_compilation()
+        _refuse_backward_hooks(name, module)
         if not self._stack:
-            self._begin(args, kwargs)
+            self._begin(name, args, kwargs)
             self._mode.__enter__()
+            self._functions.begin()
         self._stack.append(name)
 
     def leave(self) -> None:
@@ -270,16 +354,30 @@ class Capture:
         self._leave()
         if not self._stack:
             with torch._C.DisableTorchFunctionSubclass():
-                versions = _versions(named_tensors(self._module))
+                tensors = list(named_tensors(self._module))
+                versions = _versions(tensors)
+                self._require_same_increments(dict(tensors))
             changed = [name for name, version in versions.items() if self._kept.get(name) != version]
-            self._storages = {}
+            self._storages, self._written = {}, {}
+            self.require_history()
             if changed:
                 raise self._refuse_write(changed[0])
+            if self._places is not None:
+                refuse_moved(self._places, self._generators.places())
 
     def _leave(self) -> None:
         self._stack.pop()
         if not self._stack:
+            self._functions.end()
             self._mode.__exit__(None, None, None)
+
+    def _require_same_increments(self, tensors: Mapping[str, Tensor]) -> None:
+        """A counter may count forward passes, but not what is in them: Python numbers, such as len(x), are not followed."""
+        for name, before in self._before.items():
+            now = tensors.get(name, before).detach()
+            increment = now != before if before.dtype == torch.bool else now - before
+            if increment.any() and not torch.equal(self._increments.setdefault(name, increment), increment):
+                raise self._refuse_write(name)
 
     def _refuse_write(self, name: str) -> UnsupportedError:
         return UnsupportedError(
@@ -287,13 +385,15 @@ class Capture:
             "the state_dict without noise. Keep such state outside of the module, or freeze the layer with eval()."
         )
 
-    def _begin(self, args: tuple, kwargs: dict) -> None:
+    def _begin(self, called: str, args: tuple, kwargs: dict) -> None:
         """Marks the inputs of a forward pass as data of its units."""
         if torch.is_grad_enabled():
             _refuse_surroundings()
+        self._begin_draws()
         with torch._C.DisableTorchFunctionSubclass():
             tensors = list(named_tensors(self._module))
             self._kept, self._storages, self._keeping = _versions(tensors), {}, []
+            self._before, self._written = {}, {}
             for name, tensor in tensors:
                 if tensor.layout != torch.strided:
                     raise UnsupportedError(
@@ -302,9 +402,16 @@ class Capture:
                     )
                 self._storages.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
         inputs = list(_all_tensors((args, kwargs), objects=True))
-        self._batch = self._find_batch(inputs)
+        batch = self._find_batch(inputs)
+        self._await_anew(batch)
+        if batch is not self._batch and not isinstance(batch, _Unnumbered):
+            self._part_with_earlier_batches(inputs)
+        self._batch = batch
+        self._foreign = any(tensor.requires_grad and tensor.is_leaf for tensor in inputs)
+        apart = not self._batch.offsets and not self._batch.constants  # whether every input has the units on axis 0
         for tensor in inputs:
-            if isinstance(self._info.get(tensor), (UnitData, Mixed)):
+            known = self._info.get(tensor)
+            if isinstance(known, (UnitData, Mixed)) and known is not _EARLIER:
                 continue
             if not tensor.is_leaf and tensor.requires_grad:
                 raise UnsupportedError(
@@ -312,7 +419,55 @@ class Capture:
                     "forward(), so its units cannot be followed. Make these operations part of the module's forward()."
                 )
             fits = tensor.ndim > 0 and tensor.shape[0] == self.units
+            if (tensor.requires_grad or not fits) and self._whose_memory(tensor) is not None:
+                continue  # the module's own: one of its parts was called with it
             self._info[tensor] = UnitData(UnitAxis(0)) if fits else _SHARED
+            apart = apart and fits
+        if self._public is not None:
+            if torch.is_grad_enabled():
+                self._public.refuse_divisors(kwargs)
+            if not apart or self._public.names:
+                self._mark_inputs_without_units(self._public, called, args, kwargs)
+
+    def _part_with_earlier_batches(self, inputs: list[Tensor]) -> None:
+        """What a module kept of another batch is not this batch's: none of its units may meet it."""
+        for tensor in self._info.tensors():
+            if isinstance(self._info.get(tensor), (UnitData, Mixed)):
+                self._info[tensor] = _EARLIER
+        for tensor in inputs:
+            if tensor.is_leaf or not tensor.requires_grad:
+                self._info.forget(tensor)
+
+    def _mark_inputs_without_units(self, public: PublicInputs, called: str, args: tuple, kwargs: dict) -> None:
+        """Tells inputs that are the same whoever is in the batch, which count as constants, from those that may not be."""
+        for named in named_inputs(self._module.get_submodule(called), args, kwargs):
+            tensor = named.tensor
+            known = self._info.get(tensor)
+            if public.declares(named) or _is_among(tensor, self._batch.constants):
+                self._info.forget(tensor)
+            elif _is_among(tensor, self._batch.offsets):
+                self._info[tensor] = WholeBatch(named.path)
+            elif known is _SHARED:
+                if public.holds(tensor):
+                    self._info.forget(tensor)
+                else:
+                    self._info[tensor] = WholeBatch(named.path)
+
+    def _await_anew(self, batch: HasUnits) -> None:
+        """What waits for backward holds on to the graph of its forward pass: not for long, if backward never comes."""
+        if torch.is_grad_enabled():
+            self._passes += 1
+            oldest = self._passes - _PASSES if batch is self._batch else self._passes
+            self._awaited = [entry for entry in self._awaited if entry[0] > oldest]
+
+    def _begin_draws(self) -> None:
+        """Whatever a pass draws that may reach a gradient comes from the key; evaluation draws as the user has it."""
+        if not (torch.is_grad_enabled() or self._module.training):
+            self._places = None
+            return
+        self._places = self._generators.places()
+        kind = TRAINING if torch.is_grad_enabled() else WITHOUT_GRADIENT
+        self.draws.begin(kind if self._glanced is None else COUNTING)
 
     def _find_batch(self, inputs: list[Tensor]) -> HasUnits:
         sizes = [tensor.shape[0] for tensor in inputs if tensor.ndim > 0]
@@ -331,9 +486,10 @@ class Capture:
     def collect(self) -> Captured | None:
         """The uses of the backward passes since the last call; None if there were none."""
         tape, self._tape = self._tape, []
+        self._require_gradients()
         if not tape:
             return None
-        batch = tape[0].batch
+        batch = self._collected = tape[0].batch
         self._require_current(batch)  # again: the loader may have gone on since backward
         uses: dict[str, list[Use]] = {}
         for record in tape:
@@ -342,6 +498,11 @@ class Capture:
                 uses.setdefault(name, []).append(use)
             record.grad = None
         return _captured(batch, uses, [kept for record in tape for kept in record.kept])
+
+    @property
+    def has_collected(self) -> bool:
+        """Whether a backward pass left gradients that nobody collected."""
+        return bool(self._tape)
 
     def glance(self, run: Callable[[], Any], batch: HasUnits | None = None) -> Captured:
         """The uses of one forward pass, `run()`, without a backward pass: their gradients are zero.
@@ -376,7 +537,7 @@ class Capture:
             )
         return expected
 
-    def _receive(self, record: Record, grad: Tensor) -> None:
+    def _receive(self, record: Record, grad: Tensor | None) -> None:
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "backward(create_graph=True) and gradient penalties differentiate through gradients, which is not "
@@ -384,6 +545,7 @@ class Capture:
             )
         if not torch._C._will_engine_execute_node(self._anchor_node):
             return  # torch.autograd.grad asks for the gradient of something else, such as the input
+        self._note_pass()
         expected = self._require_current(record.batch)
         if self._tape and self._tape[0].batch is not record.batch and expected is not None:
             raise SparseDPError("Forward passes over two batches met in one step. Call zero_grad() before each batch.")
@@ -392,11 +554,35 @@ class Capture:
                 f"Forward passes over {self._tape[0].batch.examples} and {record.batch.examples} examples met in one step. "
                 "All forward passes of a step must be over the same examples."
             )
+        record.arrived = True
+        if grad is None:
+            return  # what comes after the use has no derivative
+        if grad._is_zerotensor():
+            grad = torch.zeros(grad.shape, dtype=grad.dtype, device=grad.device)  # with memory of its own
         if record.grad is None:
             record.grad = grad.detach()
             self._tape.append(record)
         else:
             record.grad = record.grad + grad.detach()
+
+    def _note_pass(self) -> None:
+        """At the first gradient of a backward pass: which of the uses it will come by, whether or not they hear of it."""
+        task = torch._C._current_graph_task_id()
+        if task == self._task:
+            return
+        self._task = task
+        self._expected += [record for _, node, record in self._awaited if torch._C._will_engine_execute_node(node)]
+
+    def _require_gradients(self) -> None:
+        """A use whose output took part in the loss has a gradient; without one, its parameter would not train."""
+        expected, self._expected, self._awaited = self._expected, [], []
+        for record in expected:
+            if not record.arrived:
+                operation, expressions = record.use
+                raise SparseDPError(
+                    f"Operation '{operation}' on parameter {', '.join(e.names for e in expressions)} took part in the loss, but "
+                    "its gradient never arrived, so the parameter would not train. Nothing was written. Please report this model."
+                )
 
     # ------------------------------------------------------------------ during forward
 
@@ -404,17 +590,45 @@ class Capture:
         """Returns `out` such that its gradient, when it arrives, is kept with `finish`."""
         if self._glanced is not None:
             self._glanced += finish(out.detach().new_zeros(()).expand(out.shape))
-        record, self._keeping = Record(finish, self._batch, self._keeping), []
-
-        def receive(grad: Tensor) -> None:
-            self._receive(record, grad)
-
-        if out.requires_grad:
-            out.register_hook(receive)
+        record, self._keeping = Record(finish, self._batch, self._keeping, self._use), []
+        whole, fits = out, True
+        if out._is_view():
+            # What changes a view in place goes on in the history of its base, which the view itself does not hear of.
+            base = out._base
+            assert base is not None
+            fits = (
+                base.numel() == out.numel() and base.is_contiguous() and out.is_contiguous() and base.dtype == out.dtype
+            )
+            whole = base
+        if out.requires_grad and fits and not self._foreign:
+            node: Any = whole.grad_fn
+            node.register_prehook(self._receiver(record, whole.output_nr, None if whole is out else out.shape))
         else:
-            out = _Source.apply(self._anchor, receive, [out])
+            before = out if out.requires_grad else None
+            alone = out if before is None and whole is out else out.detach()
+            out = _Source.apply(self._anchor, before, self._receiver(record), [alone])
+            node = out.grad_fn
+        self._records += 1
+        if self._batch is not self._collected:  # as in evaluation after a step, which nobody will collect
+            self._awaited.append((self._passes, node, record))
         self._info[out] = UnitData(axis)
         return out
+
+    def _receiver(
+        self, record: Record, number: int = 0, shape: torch.Size | None = None
+    ) -> Callable[[Sequence[Tensor | None]], None]:
+        """Takes the gradients of a node's outputs; that of `record` has this number, and this shape if it comes in another.
+
+        It does not hold on to the capture, which holds on to nodes until the step.
+        """
+        whose = self._weak
+
+        def receive(grads: Sequence[Tensor | None]) -> None:
+            capture, grad = whose(), grads[number]
+            if capture is not None:
+                capture._receive(record, grad if grad is None or shape is None else grad.reshape(shape))
+
+        return receive
 
     def place(self, out: Tensor, axis: UnitAxis | None) -> Tensor:
         """Notes where the units are in a tensor that a rule made."""
@@ -439,14 +653,26 @@ class Capture:
             return Expression(tensor, known.parameters, known.ids)
         return None
 
+    def known_axis(self, tensor: Tensor) -> UnitAxis | None:
+        known = self._info.get(tensor)
+        fits = isinstance(known, UnitData) and known.axis is not None and known.axis.fits(tensor.shape, self.units)
+        return known.axis if fits else None
+
     def is_data(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and isinstance(self._info.get(tensor), (UnitData, Mixed))
 
     def axis(self, tensor: Tensor, operation: str, names: str) -> UnitAxis:
         """The unit axis of an activation that meets a parameter, or an error."""
+        found = self.known_axis(tensor)
+        if found is not None:
+            return found
         known = self._info.get(tensor)
-        if isinstance(known, UnitData) and known.axis is not None and known.axis.fits(tensor.shape, self.units):
-            return known.axis
+        if isinstance(known, WholeBatch):
+            raise UnsupportedError(
+                f"Operation '{operation}' on parameter {names}{self._where()}: its input is '{known.operation}', or made of it, "
+                "which does not have the units on axis 0, so that all of them may decide it. Ids of bags may lie end to end "
+                f"only in nn.EmbeddingBag with offsets. {advice(known.operation)}"
+            )
         if isinstance(known, Mixed):
             raise self.refuse(
                 operation, names, f"its input was reduced over the units of the batch by '{known.operation}'",
@@ -471,6 +697,11 @@ class Capture:
         """One torch operation of the forward pass."""
         name = _name(func)
         grad_enabled = torch.is_grad_enabled()
+        if grad_enabled:
+            if self._hidden:
+                self.require_history()
+            if _saved_tensor_hooks(True) is not None:
+                raise _refuse_saved_tensor_hooks()
         expressions: list[Expression] = []
         data: list[Tensor] = []
         shared = False
@@ -480,8 +711,15 @@ class Capture:
                 data.append(tensor)
             elif known is _SHARED:
                 shared = True
+            elif self._written and self._is_written(tensor):
+                data.append(tensor)
             elif grad_enabled and (found := self._require_expression(tensor, name)) is not None:
                 expressions.append(found)
+        if name in _LISTENING and (expressions or any(tensor.requires_grad for tensor in data)) and args[1:] != (None,):
+            raise UnsupportedError(
+                f"'{name}' of an activation or a private parameter{self._where()}: a hook may do anything to gradients, also mix "
+                "those of different units. Remove it, or change the activations themselves."
+            )
         if name in ("numpy", "array") and self._whose_memory(args[0]) is not None:
             raise UnsupportedError(
                 f"A parameter or buffer was turned into a numpy array during forward{self._where()}, where changes to it "
@@ -489,9 +727,12 @@ class Capture:
             )
         if data and name.startswith("_foreach_") and name.endswith("_"):
             self._refuse_foreach(args[0])
+        if self._places is not None and may_draw(name) and not draws_nothing(name, args, kwargs):
+            first = self._info[data[0]] if data else None
+            func = self.draws.replacing(name, func, first.axis if isinstance(first, UnitData) else None)
         target = _written(name, args, kwargs)
         if target is not None:
-            return self._write(name, func, args, kwargs, target, data, expressions)
+            return self._write(name, func, args, kwargs, target, data, expressions, shared)
         if expressions and data and name in _SHAPE_ONLY:
             # Only the first operand's values count.
             expressions, data = ([], data) if self.is_data(args[0]) else (expressions, [])
@@ -501,15 +742,27 @@ class Capture:
             out = func(*args, **kwargs)
             if data or shared:
                 self._mark(name, data, args, kwargs, out)
+            if data and kwargs.get("out") is not None:  # several of them
+                for tensor in _all_tensors(kwargs["out"]):
+                    self._lose_aliases(tensor)
             return out
-        if data:
-            return self._run_use(self, name, func, args, kwargs, expressions)
+        if data or (shared and name == "embedding_bag"):  # whose offsets may say whose an id is
+            return self._run_rule(name, func, args, kwargs, expressions)
         return self._derive(name, func, args, kwargs, expressions, shared)
+
+    def _run_rule(self, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression]) -> Any:
+        """An operation in which data and parameters meet."""
+        self._use, before = (name, expressions), self._records
+        out = self._run_use(self, name, func, args, kwargs, expressions)
+        if self._records == before:
+            raise self.refuse(
+                name, ", ".join(e.names for e in expressions), "its rule keeps no use of the parameter", "report it"
+            )
+        return out
 
     def _whose_memory(self, tensor: Tensor) -> str | None:
         """The parameter or buffer that had the tensor's memory when the forward pass began, if any."""
-        with torch._C.DisableTorchFunctionSubclass():
-            found = self._storages.get(tensor.untyped_storage().data_ptr()) if tensor.layout == torch.strided else None
+        found = self._storages.get(_memory(tensor))
         return found[0][0] if found else None
 
     def _refuse_foreach(self, targets: Any) -> None:
@@ -519,10 +772,39 @@ class Capture:
             if protected is not None:
                 raise self._refuse_write(protected)
             self._info[tensor] = UnitData(None)
+            self._lose_aliases(tensor)
+
+    def require_history(self) -> None:
+        """What is computed with gradients off gets no history. If it has a new one, it is that of a custom function."""
+        if self._functions.is_running:
+            return
+        hidden, self._hidden = self._hidden, []
+        for reference, before in hidden:
+            tensor = reference()
+            with torch._C.DisableTorchFunction():
+                now = None if tensor is None else tensor.grad_fn
+            function = getattr(type(now), "_forward_cls", None)
+            if function is not None and now is not before:
+                raise UnsupportedError(
+                    f"torch.autograd.Function '{function.__name__}'{self._where()} was applied in a way that capture does not "
+                    "see, so it cannot be tried. Call its apply() in forward()."
+                )
+
+    def forget_history(self) -> None:
+        """For a custom function that was seen."""
+        self._hidden.clear()
+
+    def is_watching(self) -> bool:
+        """Whether the code that runs now is the module's, and not a rule's."""
+        return any(
+            torch._C._get_function_stack_at(n) is self._mode for n in range(torch._C._len_torch_function_stack())
+        )
 
     def _require_expression(self, tensor: Tensor, operation: str) -> Expression | None:
         found = self.expression(tensor)
-        if found is None and tensor.requires_grad and not tensor.is_leaf:
+        if found is None and tensor.requires_grad and tensor.is_leaf:
+            self._foreign = True
+        elif found is None and tensor.requires_grad:
             raise UnsupportedError(
                 f"Operation '{operation}'{self._where()}: an operand carries a gradient, but capture did not see where it "
                 "comes from (a thread, numpy, or a custom function?). Compute it with torch operations in forward()."
@@ -538,13 +820,18 @@ class Capture:
         target: Tensor,
         data: list[Tensor],
         made: list[Expression],
+        shared: bool,
     ) -> Any:
         """An operation that changes `target` in place."""
         protected = self._whose_memory(target)
         if protected is not None:
-            if data:
+            if data or shared:
                 raise self._refuse_write(protected)
             memory = target.untyped_storage().data_ptr()
+            for own, tensor in self._storages[memory]:
+                counts = not tensor.requires_grad and (tensor.numel() == 1 or not tensor.is_floating_point())
+                if counts and own not in self._before:
+                    self._before[own] = tensor.detach().clone()
             out = func(*args, **kwargs)
             # Changed without looking at the batch, such as spectral_norm's vectors. Only these: elsewhere, something else
             # may have happened.
@@ -553,13 +840,39 @@ class Capture:
         if made and any(expression.tensor is target for expression in made):
             instead = "use the form that returns a new tensor"
             raise self.refuse(name, made[0].names, "it changes a copy of the parameter in place", instead)
+        if made and (not data or kwargs.get("out") is not None):
+            instead = "use the form that returns a new tensor"
+            raise self.refuse(name, made[0].names, "it writes into a tensor that is there already", instead)
         if made:
-            return self._run_use(self, name, func, args, kwargs, made)
+            return self._run_rule(name, func, args, kwargs, made)
         before = self._info.get(target)
         out = func(*args, **kwargs)
         if data:
-            self._info[target] = self._after_write(name, args, kwargs, target, before, data)
+            after = self._info[target] = self._after_write(name, args, kwargs, target, before, data)
+            if after != before or (not _is_placed(after) and not self._writes_constants(name, target, data)):
+                self._lose_aliases(target)
+            if not torch.is_grad_enabled():
+                self._hidden.append((weakref.ref(target), target.grad_fn))
         return out
+
+    def _writes_constants(self, name: str, target: Tensor, data: list[Tensor]) -> bool:
+        alone = all(tensor is target for tensor in data)
+        return alone and (name == "setitem" or plain_name(name) in POINTWISE)
+
+    def _lose_aliases(self, target: Tensor) -> None:
+        """After units were written where they were not: in other tensors with the same memory, their place is not known."""
+        memory = _memory(target)
+        self._written[memory] = target.detach()  # which keeps the memory from being given to another tensor
+        for tensor in self._info.tensors():
+            if tensor is not target and _memory(tensor) == memory:
+                self._info[tensor] = UnitData(None)
+
+    def _is_written(self, tensor: Tensor) -> bool:
+        """Whether a tensor that passed as constant has the memory of one that units were written to."""
+        if _memory(tensor) not in self._written:
+            return False
+        self._info[tensor] = UnitData(None)
+        return True
 
     def _after_write(
         self, name: str, args: tuple, kwargs: dict, target: Tensor, before: Any, data: list[Tensor]
@@ -569,8 +882,7 @@ class Capture:
             return UnitData(None)  # transpose_, resize_, index_add_ and the like
         if isinstance(before, UnitData) and not written:
             return before  # a constant was written
-        masks = [tensor for tensor in written if tensor.dtype == torch.bool and self._info.get(tensor) == before]
-        if name == "setitem" and len(masks) == len(written):
+        if name == "setitem" and len(written) == 1 and self._is_mask_of(written[0], args[1], before):
             return before  # a constant was written where a mask of the same units says
         if name == "setitem" and len(written) == 1 and isinstance(args[2], Tensor) and args[2] is written[0]:
             info = self._info[written[0]]
@@ -580,6 +892,11 @@ class Capture:
             fits = before is None or (isinstance(before, UnitData) and before.axis == axis)
             return UnitData(axis if fits else None)
         return self._follow(plain_name(name), args, kwargs, data, target)
+
+    def _is_mask_of(self, tensor: Tensor, index: Any, before: Any) -> bool:
+        """Whether it is the first part of an index, a mask, with its units where those of the indexed tensor are."""
+        first = index[0] if isinstance(index, tuple) and index else index
+        return tensor is first and tensor.dtype == torch.bool and self._info.get(tensor) == before
 
     def _follow(self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor) -> Info:
         known: list[tuple[Tensor, Info]] = [(tensor, self._info[tensor]) for tensor in data]
@@ -614,7 +931,7 @@ class Capture:
         ids = None
         if len(expressions) == 1 and expressions[0].tensor is expressions[0].parameters[0][1]:
             ids = self._public_ids(name, args, kwargs)
-        if shared and (ids is not None or name in ("embedding", "embedding_bag", "getitem", "index_select")):
+        if shared and (ids is not None or name in ("embedding", "getitem", "index_select")):
             raise self.refuse(
                 name, expressions[0].names, "its ids come from an input that does not have the units on axis 0",
                 "give every unit its own ids, (batch, ...), or make ids that all units share inside of forward()",
@@ -629,22 +946,49 @@ class Capture:
         """Notes where the units are in the result of an operation on activations."""
         made = [out] if isinstance(out, Tensor) else _all_tensors(out)
         outputs = [tensor for tensor in made if id(tensor) not in self._own]
-        if not outputs or name.startswith("new_"):
+        if not outputs:
             return
+        if name.startswith("new_"):  # which takes from its first operand nothing but type and device
+            data = [tensor for tensor in data if tensor is not args[0]]
+            if not data:
+                return
         if name in _SHAPE_ONLY and not self.is_data(args[0]) and self._info.get(args[0]) is not _SHARED:
             return  # a constant in the shape of an activation
         if name in _SHAPE_ONLY:
-            data = [tensor for tensor in data if tensor is args[0]]
+            data = [args[0]] if self.is_data(args[0]) else []
         if not data:
             for tensor in outputs:  # made of shared inputs and constants alone
                 self._info[tensor] = _SHARED
             return
         for tensor in outputs:
             self._info[tensor] = self._follow(name, args, kwargs, data, tensor)
+        if not torch.is_grad_enabled():
+            self._hidden += [(weakref.ref(tensor), None) for tensor in outputs]
 
     def _where(self) -> str:
         where = next((name for name in reversed(self._stack) if name), "")
         return f" in module '{where}'" if where else ""
+
+    where = _where  # for what is written with this class
+
+
+def _memory(tensor: Tensor) -> int:
+    """What tensors have in common that are views of one another; -1 for a sparse one."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -1
+
+
+def _is_placed(info: Info) -> bool:
+    return isinstance(info, UnitData) and info.axis is not None
+
+
+def _is_among(tensor: Tensor, tensors: Iterable[Tensor]) -> bool:
+    """Whether it is one of them, or shares the memory of one of its shape."""
+    return any(
+        tensor is other
+        or (tensor.shape == other.shape and tensor.numel() > 0 and tensor.data_ptr() == other.data_ptr())
+        for other in tensors
+    )
 
 
 def _versions(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:
@@ -679,8 +1023,11 @@ class _Derived:
     ids: Tensor | None
 
 
+_EARLIER = Mixed("data of an earlier batch")  # until forward() is given it again, as in an evaluation after every step
+
+
 class _Shared:
-    """An input that does not have the units on axis 0, such as a mask for all: as good as constant, but not for ids."""
+    """An input that does not have the units on axis 0, where none is refused: as good as constant, but not for ids."""
 
 
 _SHARED = _Shared()
@@ -719,7 +1066,7 @@ class _Before(_Unnamed):
         self.capture, self.name = capture, name
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self.capture.enter(self.name, args, kwargs)
+        self.capture.enter(self.name, module, args, kwargs)
 
     def __reduce__(self) -> Any:
         return _return_inactive, ()
@@ -754,6 +1101,26 @@ def _ordinary_gradient_hook(name: str) -> Callable[[Tensor], None]:
     return refuse
 
 
+# What hands out a place to listen at gradients, and to change them.
+_LISTENING = {"register_hook", "register_post_accumulate_grad_hook", "grad_fn", "set__backward_hooks"}
+_saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+def _refuse_backward_hooks(name: str, module: nn.Module) -> None:
+    if module._backward_hooks or module._backward_pre_hooks:
+        raise UnsupportedError(
+            f"Module '{name}' ({type(module).__name__}) has a backward hook, which may do anything to gradients, also mix those "
+            "of different units. Remove it."
+        )
+
+
+def _refuse_saved_tensor_hooks() -> UnsupportedError:
+    return UnsupportedError(
+        "torch.autograd.graph.saved_tensors_hooks (gradient checkpointing, save_on_cpu) may change what gradients are made "
+        "of. Train without it; max_physical_batch bounds memory instead."
+    )
+
+
 def _refuse_compilation() -> None:
     """torch.compile and torch.export call hooks while they trace, or with their callback in place where they gave up."""
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
@@ -782,6 +1149,11 @@ def _refuse_surroundings() -> None:
         raise UnsupportedError(
             "torch.set_flush_denormal(True) lets small gradients vanish from norms that are not small any more when they are "
             "added up. Train without it."
+        )
+    if _module_hooks._global_backward_hooks or _module_hooks._global_backward_pre_hooks:
+        raise UnsupportedError(
+            "A backward hook for all modules is registered, which may do anything to gradients, also mix those of different "
+            "units. Remove it."
         )
     if torch._C._current_graph_task_id() != -1:
         raise UnsupportedError(
@@ -846,5 +1218,11 @@ def _all_tensors(value: Any, objects: bool = False) -> Iterator[Tensor]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _all_tensors(item, objects)
-    elif objects and hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)):
-        yield from _all_tensors(vars(value), objects)
+    elif objects and isinstance(value, (deque, Set)):
+        for item in value:
+            yield from _all_tensors(item, objects)
+    elif objects and not isinstance(value, (type, nn.Module)):
+        for slot in slots_of(value):
+            yield from _all_tensors(getattr(value, slot, None), objects)
+        if hasattr(value, "__dict__"):
+            yield from _all_tensors(vars(value), objects)

@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from sparsedp.capture.inputs import advice
 from sparsedp.errors import UnitsMixedError
 
 
@@ -47,6 +49,14 @@ class Mixed:
     """A tensor in which the units of a batch were reduced to one value, such as a batch mean."""
 
     operation: str
+
+
+@dataclass(frozen=True)
+class WholeBatch(Mixed):
+    """An input of forward() without an axis of units, by its name, or what was made of it: all units may decide it.
+
+    Bags with offsets may be made of such inputs: flat ids, weights and offsets say themselves whose an id is.
+    """
 
 
 Info = UnitData | Mixed
@@ -125,8 +135,13 @@ def follow(
         return simple
     mixed = [info for _, info in operands if isinstance(info, Mixed)]
     if mixed:
-        return _follow_mixed(call, operands, mixed[0], where)
-    placed = [(tensor, info.axis) for tensor, info in operands if isinstance(info, UnitData) and info.axis is not None]
+        whole = [info for info in mixed if isinstance(info, WholeBatch)]
+        return _follow_mixed(call, operands, (whole or mixed)[0], where)
+    placed = [
+        (tensor, info.axis)
+        for tensor, info in operands
+        if isinstance(info, UnitData) and info.axis is not None and info.axis.fits(tensor.shape, units)
+    ]
     rule = _RULES.get(call.name)
     if rule is None and len(operands) > 1 and out.requires_grad and units > 1:
         raise UnitsMixedError(
@@ -197,6 +212,16 @@ _DIVISION = {"div", "truediv", "divide", "true_divide"}
 
 
 def _follow_mixed(call: Call, operands: list[tuple[Tensor, Info]], mixed: Mixed, where: Callable[[], str]) -> Info:
+    if isinstance(mixed, WholeBatch):
+        if _is_bag_of_each(call, operands):
+            return UnitData(UnitAxis(0))
+        meets = any(isinstance(info, UnitData) for _, info in operands) or call.out.requires_grad
+        if call.units > 1 and meets:
+            raise UnitsMixedError(
+                f"Operation '{call.name}'{where()} lets the units of the batch meet the input '{mixed.operation}', which has no "
+                f"axis of units, so that all of them may decide it. {advice(mixed.operation)}"
+            )
+        return mixed
     if call.units > 1 and any(isinstance(info, UnitData) for _, info in operands):
         raise UnitsMixedError(
             f"Operation '{call.name}'{where()} combines each unit with '{mixed.operation}' over the whole batch, so one unit's "
@@ -242,7 +267,9 @@ def _pointwise_names() -> set[str]:
         "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "softsign", "logsigmoid", "tanhshrink", "hardswish",
         "rrelu", "multiply", "subtract", "divide", "floor_divide", "negative", "absolute", "fix", "masked_fill", "nan_to_num",
         "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "full_like", "bernoulli", "copysign", "greater",
-        "less", "greater_equal", "less_equal", "not_equal", "type_as", "copy", "zero", "fill",
+        "less", "greater_equal", "less_equal", "not_equal", "type_as", "copy", "zero", "fill", "randint_like", "uniform",
+        "normal", "exponential", "geometric", "cauchy", "log_normal", "random", "poisson", "binomial", "_standard_gamma",
+        "native_dropout", "broadcast_tensors",
     }  # fmt: skip
 
 
@@ -308,6 +335,8 @@ def _reduction(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed |
         return None
     if axis.dim in dims:
         return Mixed(call.name)
+    if call.name in ("quantile", "nanquantile") and torch.as_tensor(call.argument(1, "q")).ndim:
+        return None  # several quantiles come first, on a dimension of their own
     return axis if call.out.ndim == source.ndim else axis.shifted(-sum(1 for d in dims if d < axis.dim))
 
 
@@ -434,6 +463,7 @@ def _cdist(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
 _SPATIAL = {
     **{f"{kind}{n}d": n for n in (1, 2, 3) for kind in ("conv", "conv_transpose")},
     **{f"{kind}{n}d": n for n in (1, 2, 3) for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")},
+    **{f"fractional_max_pool{n}d{kind}": n for n in (2, 3) for kind in ("", "_with_indices")},
     "lp_pool1d": 1, "lp_pool2d": 2, "pixel_shuffle": 2, "pixel_unshuffle": 2,
 }  # fmt: skip
 
@@ -455,9 +485,22 @@ def _pad(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     return axis if axis.dim < source.ndim - padded else None
 
 
+@_rule("multinomial", "_sample_dirichlet")
+def _rows_of_weights(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    """Draws by the weights in each row."""
+    return axis if axis.dim < source.ndim - 1 else Mixed(call.name)
+
+
 @_rule("tril", "triu")
 def _triangle(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     return axis if axis.dim < source.ndim - 2 else None
+
+
+def _is_bag_of_each(call: Call, operands: list[tuple[Tensor, Info]]) -> bool:
+    """Whether it is an embedding_bag of a constant table with offsets that give each unit its bag."""
+    if call.name != "embedding_bag" or call.argument(2, "offsets") is None or call.out.shape[0] != call.units:
+        return False
+    return all(tensor is not call.argument(1, "weight") for tensor, _ in operands)
 
 
 @_rule("embedding_bag")
@@ -588,7 +631,8 @@ def _parts(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
         return axis
     # Whole batches, one after another: all parts begin where a batch does if they are equally long.
     block = call.units * axis.inner
-    return axis if block and call.out.shape[dim] == block and source.shape[dim] % block == 0 else None
+    equal = isinstance(call.argument(1, "chunks", "split_size_or_sections", "split_size", "sections"), int)
+    return axis if equal and block and call.out.shape[dim] == block and source.shape[dim] % block == 0 else None
 
 
 @_rule("narrow")
@@ -622,20 +666,35 @@ def _getitem(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | N
             return axis
         return axis if axis == UnitAxis(0) and _counts_units(call) else Mixed("indexing with ids of the batch")
     items = list(index) if isinstance(index, tuple) else [index]
-    if any(isinstance(item, (Tensor, list)) for item in items):
+    if any(map(_is_advanced, items)):
         if axis != UnitAxis(0):
             return None
         return axis if _counts_units(call) or _leaves_first_alone(items, source.ndim) else None
     return _basic_getitem(call, source, axis, items)
 
 
+def _is_advanced(item: Any) -> bool:
+    """Whether an index is made of numbers or of a mask: a tensor, a list, an array, a tuple within a tuple."""
+    is_number = isinstance(item, Integral) and not isinstance(item, bool)
+    return not (item is None or item is Ellipsis or isinstance(item, slice) or is_number)
+
+
 def _leaves_first_alone(items: list, ndim: int) -> bool:
     """x[:, i, j] and x[..., i]: advanced indices side by side, behind the first dimension, stay where they are."""
-    advanced = [n for n, item in enumerate(items) if isinstance(item, (Tensor, list))]
+    advanced = [n for n, item in enumerate(items) if _is_advanced(item)]
     side_by_side = advanced[-1] - advanced[0] == len(advanced) - 1
     first = items[0]
     whole = isinstance(first, slice) and first == slice(None)
-    return side_by_side and (whole or (first is Ellipsis and len(advanced) < ndim))
+    taken = sum(_dimensions_taken(item) for item in items)
+    return side_by_side and (whole or (first is Ellipsis and taken < ndim))
+
+
+def _dimensions_taken(item: Any) -> int:
+    """How many dimensions an index stands for: a mask for as many as it has, any other for one."""
+    if item is None or item is Ellipsis:
+        return 0
+    is_mask = _is_advanced(item) and torch.as_tensor(item).dtype == torch.bool
+    return torch.as_tensor(item).ndim if is_mask else 1
 
 
 def _counts_units(call: Call) -> bool:
@@ -646,6 +705,9 @@ def _counts_units(call: Call) -> bool:
         return False
     if first.shape[0] != call.units or call.args[0].shape[0] != call.units:
         return False
+    others = index[1:] if isinstance(index, tuple) else ()
+    if any(_is_advanced(item) and torch.as_tensor(item).ndim > first.ndim for item in others):
+        return False  # which puts another dimension before the units
     flat = first.reshape(first.shape[0], -1)
     return bool((flat == torch.arange(first.shape[0], device=first.device)[:, None]).all())
 

@@ -10,6 +10,7 @@ from typing import Any
 from sparsedp.accounting import get_epsilon, get_noise_multiplier
 from sparsedp.cli.runfolder import plain
 from sparsedp.errors import ConfigError
+from sparsedp.plan import require_delta
 
 EPILOG = """examples:
   sparsedp account epsilon --noise-multiplier 0.6 --sample-rate 0.002 --steps 500 --delta 1e-6
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         else:
             question.add_argument("--target-epsilon", type=float, required=True)
             question.add_argument("--target-delta", type=float, required=True)
+        question.add_argument("--allow-large-delta", action="store_true", help="take a delta above 0.01, too")
         question.add_argument("--sample-rate", type=float, help="probability that an example joins a batch")
         question.add_argument("--batch-size", type=int, help="expected; with --dataset-size, instead of --sample-rate")
         question.add_argument("--dataset-size", type=int, help="number of units: examples, or users")
@@ -52,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     rate, steps = _rate_and_steps(args)
+    require_delta(
+        args.delta if args.question == "epsilon" else args.target_delta, args.dataset_size, args.allow_large_delta
+    )
     if args.question == "epsilon":
         noise, delta = args.noise_multiplier, args.delta
     else:

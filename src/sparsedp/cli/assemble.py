@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
-import os
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,11 +51,16 @@ from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import ConfigError
 from sparsedp.models import PCTR
 from sparsedp.optimizer import PrivateOptimizer
-from sparsedp.plan import default_delta
+from sparsedp.plan import default_delta, require_delta
 from sparsedp.refusals import find_tables
 from sparsedp.sampling import PrivateLoader, Stream
 
 Loss = Callable[[Any, Any], Tensor]
+
+_CACHE_README = """\
+PRIVATE: not for release.
+The folders beside this file hold click logs as they were read, and the vocabularies that were counted on them.
+"""
 
 
 @dataclass(frozen=True)
@@ -106,8 +109,15 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
         num_workers=training.workers,
         worker_init_fn=leave_signals_to_the_main_process,
     )
-    engine = PrivacyEngine(accountant=privacy.accountant, seed=training.seed)
-    delta = default_delta(_units(config, data)) if privacy.target_delta is None else privacy.target_delta
+    engine = PrivacyEngine(
+        privacy.accountant,
+        training.seed,
+        allow_large_delta=privacy.allow_large_delta,
+        ledger_key=privacy.ledger_key,
+    )
+    units = _units(config, data)
+    delta = default_delta(units) if privacy.target_delta is None else privacy.target_delta
+    require_delta(delta, units, privacy.allow_large_delta)  # also with given noise, whose statement comes at the end
     common: dict[str, Any] = {
         "module": model,
         "optimizer": make_optimizer(config, model),
@@ -165,13 +175,18 @@ def load_data(config: Config, progress: Callable[[int], None] | None = None) -> 
     seed_torch(config)
     source = config.data
     if isinstance(source, OwnData):
-        made = _call(source.kind, "data", source.options)
+        made = _call(config, "data", source.options)
         training, held_out = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
         if not hasattr(training, "__len__") or not hasattr(training, "__getitem__"):
             raise ConfigError(
                 f"data.kind: {source.kind} returned {type(training).__name__}; expected a data set with "
                 "__len__ and __getitem__, or (training set, held-out set)"
             )
+        for name, part in (("training", training), ("held-out", held_out)):
+            if part is not None and len(part) == 0:
+                raise ConfigError(
+                    f"data.kind: {source.kind} returned an empty {name} set. To hold nothing out, return one data set alone"
+                )
         return Data(training, held_out, getattr(training, "collate", default_collate))
     if isinstance(source, (GeneratedSequencesData, SequencesData)):
         training, held_out = load_sequences(source)
@@ -188,6 +203,9 @@ def load_data(config: Config, progress: Callable[[int], None] | None = None) -> 
             users=source.users,
         )
     else:
+        cache = Path(source.cache_dir)
+        cache.mkdir(parents=True, exist_ok=True)
+        (cache / "README.txt").write_text(_CACHE_README)
         log = open_click_log(
             source.paths,
             cache_dir=source.cache_dir,
@@ -278,7 +296,7 @@ def _new_model(config: Config, training: Any) -> nn.Module:
     seed_torch(config)
     chosen = config.model
     if isinstance(chosen, OwnModel):
-        model = _call(chosen.kind, "model", chosen.options, training)
+        model = _call(config, "model", chosen.options, training)
         if not isinstance(model, nn.Module):
             raise ConfigError(f"model.kind: {chosen.kind} returned {type(model).__name__}; expected a torch.nn.Module")
         return model
@@ -293,7 +311,7 @@ def make_loss(config: Config) -> Loss:
     if config.loss in SEQUENCE_LOSSES:
         return make_sequence_loss(config)
     if config.loss != "binary_cross_entropy":
-        return find_callable(config.loss, "loss")
+        return config.code.find(config.loss, "loss")
     reduction = config.privacy.loss_reduction
 
     def binary_cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
@@ -329,6 +347,27 @@ def make_optimizer(config: Config, model: nn.Module) -> Optimizer:
         raise ConfigError(f"optimizer: {chosen.name} refuses its settings: {error}") from error
 
 
+def model_bytes(model: nn.Module) -> int:
+    """Of its parameters and buffers."""
+    return sum(map(tensor_bytes, (*model.parameters(), *model.buffers())))
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    if tensor.layout == torch.sparse_coo:  # momentum of a table can be
+        return tensor._indices().nbytes + tensor._values().nbytes
+    return tensor.numel() * tensor.element_size()
+
+
+def optimizer_state_share(config: Config) -> float:
+    """Bytes of optimizer state per byte of parameter, seen at a small parameter of its own."""
+    probe = nn.Linear(32, 32, bias=False)
+    optimizer = make_optimizer(config, probe)
+    probe.weight.grad = torch.zeros_like(probe.weight)
+    optimizer.step()
+    tensors = [value for value in optimizer.state[probe.weight].values() if isinstance(value, Tensor)]
+    return sum(tensor.nbytes for tensor in tensors if tensor.dim()) / probe.weight.nbytes
+
+
 def learning_rate_share(config: SchedulerConfig, steps: int) -> Callable[[int], float]:
     """The share of the learning rate for each step, from 0."""
     warmup = config.warmup or round(config.warmup_share * steps)
@@ -349,31 +388,9 @@ def learning_rate_share(config: SchedulerConfig, steps: int) -> Callable[[int], 
 # ------------------------------------------------------------------ a user's own
 
 
-def find_callable(address: str, key: str) -> Callable[..., Any]:
-    """The callable at "package.module:name", looked for in the current directory too, as `python -m` does."""
-    module_name, _, name = address.partition(":")
-    here = os.getcwd()
-    if here not in sys.path:
-        sys.path.insert(0, here)
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # an import inside the user's module failed
-        raise ConfigError(
-            f"{key}: there is no module {error.name!r} for {address}, neither installed nor in the current directory"
-        ) from error
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise ConfigError(f"{key}: {address}: {module_name} has no {name!r}")
-        found = getattr(found, part)
-    if not callable(found):
-        raise ConfigError(f"{key}: {address} is not callable")
-    return found
-
-
-def _call(address: str, section: str, options: dict[str, Any], *positional: Any) -> Any:
-    function = find_callable(address, f"{section}.kind")
+def _call(config: Config, section: str, options: dict[str, Any], *positional: Any) -> Any:
+    address = config.addresses()[f"{section}.kind"]
+    function = config.code.find(address, f"{section}.kind")
     try:
         inspect.signature(function).bind(*positional, **options)
     except TypeError as error:

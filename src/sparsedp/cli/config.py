@@ -8,9 +8,11 @@ from typing import Annotated, Any, Literal
 import torch
 
 from sparsedp.cli.schema import Address, Range, SchemaError, suggestion
-from sparsedp.errors import SparseDPError
+from sparsedp.cli.trust import Code
+from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
+from sparsedp.plan import require_delta
 from sparsedp.sampling.stream import COMPOSITIONS
 
 Count = Annotated[int, Range(1)]
@@ -214,6 +216,7 @@ class TrainingConfig:
     evaluate_every: Count | None = None
     evaluate_every_epochs: Count | None = None
     checkpoint_every: Count | None = 1000
+    checkpoint_minutes: Positive | None = 10.0
     log_every: Count = 10
     check: bool = True
     seed: Seed | None = None
@@ -242,6 +245,8 @@ class PrivacyConfig:
     max_grad_norm: Positive
     target_epsilon: Positive | None = None
     target_delta: Annotated[float, Range(0, 1, low_open=True, high_open=True)] | None = None
+    allow_large_delta: bool = False
+    ledger_key: str | None = None
     noise_multiplier: NotNegative | None = None
     clipping: Literal["flat", "automatic"] = "flat"
     mechanism: dict[str, Any] = field(default_factory=lambda: {"name": "dpsgd"})
@@ -261,6 +266,11 @@ class PrivacyConfig:
                 "give exactly one of target_epsilon and noise_multiplier (null takes the other one back); "
                 f"got {self.target_epsilon} and {self.noise_multiplier}",
             )
+        if self.target_delta is not None:
+            try:
+                require_delta(self.target_delta, None, self.allow_large_delta)
+            except UnsupportedError as error:
+                raise SchemaError("target_delta", str(error)) from None
         self.make_mechanism()  # what it refuses is refused before any data is read
 
     def make_release(self) -> FrequencyRelease | None:
@@ -301,12 +311,11 @@ class Config:
     )
     stream: StreamConfig | None = None
     name: str = "run"
+    # Where the code that it names may come from: no key, but told by who reads it.
+    code: Code = field(default=Code(), compare=False, repr=False, metadata={"given": False})
 
     def __post_init__(self) -> None:
-        if not self.name or any(c in self.name for c in "/\\\0"):
-            raise SchemaError(
-                "name", f"names the run's folder, so it must not be empty or hold a slash; got {self.name!r}"
-            )
+        require_folder_name(self.name, "run")
         self._check_sequences()
 
     def _check_sequences(self) -> None:
@@ -335,14 +344,27 @@ class Config:
         if self.training.negatives is not None and self.training.workers:
             raise SchemaError("training.workers", "negatives are drawn in the main process: give 0")
 
+    def addresses(self) -> dict[str, str]:
+        """The keys that name code of the user's own, and what they name."""
+        named = {"data.kind": self.data.kind, "model.kind": self.model.kind, "loss": self.loss}
+        return {key: address for key, address in named.items() if ":" in address}
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if key != "code"}
+
+
+def require_folder_name(name: str, whose: str) -> None:
+    if not name or name.startswith(".") or any(c in name for c in "/\\\0"):
+        raise SchemaError(
+            "name",
+            f"names the {whose}'s folder, so it must not be empty, begin with a dot or hold a slash; got {name!r}",
+        )
 
 
 def differences(old: Any, new: Any, path: str = "") -> list[str]:
     """The full paths of the keys in which two configurations differ."""
     if type(old) is type(new) and is_dataclass(old):
-        names = [f.name for f in fields(old)]
+        names = [f.name for f in fields(old) if f.compare]
         return [
             found
             for name in names

@@ -16,10 +16,22 @@ from sparsedp.cli.assemble import Data, Loss, forward
 from sparsedp.cli.config import Config
 from sparsedp.cli.sequences import rank
 from sparsedp.data import HeldOutItems, auc, log_loss
-from sparsedp.errors import SparseDPError
+from sparsedp.errors import SparseDPError, one_line
+
+Progress = Callable[[int], None]  # is told of each batch how many examples it has
 
 
-def evaluate(config: Config, model: nn.Module, loss: Loss, data: Data) -> dict[str, Any]:
+class EvaluationError(SparseDPError):
+    """The held-out data cannot be evaluated on. The model is as good as it was."""
+
+
+class DivergedError(SparseDPError):
+    """The weights, or what the model makes of sound data, are not finite any more."""
+
+
+def evaluate(
+    config: Config, model: nn.Module, loss: Loss, data: Data, progress: Progress = lambda count: None
+) -> dict[str, Any]:
     """AUC and log loss for binary cross-entropy, NDCG and HIT for held-out items of sequences, else the mean loss.
 
     Empty if nothing is held out. If the held-out data have periods, "periods" has the same for each of them.
@@ -29,7 +41,8 @@ def evaluate(config: Config, model: nn.Module, loss: Loss, data: Data) -> dict[s
     if isinstance(data.held_out, HeldOutItems):
         return rank_items(config, model, data, data.held_out)
     collate = getattr(data.held_out, "collate", data.collate)
-    return evaluate_on(config, model, loss, data.held_out, collate, getattr(data.held_out, "periods", None))
+    periods = getattr(data.held_out, "periods", None)
+    return evaluate_on(config, model, loss, data.held_out, collate, periods, progress)
 
 
 def rank_items(config: Config, model: nn.Module, data: Data, held_out: Any) -> dict[str, Any]:
@@ -39,16 +52,24 @@ def rank_items(config: Config, model: nn.Module, data: Data, held_out: Any) -> d
 
 
 def evaluate_on(
-    config: Config, model: nn.Module, loss: Loss, dataset: Any, collate: Callable[[Any], Any], periods: Any = None
+    config: Config,
+    model: nn.Module,
+    loss: Loss,
+    dataset: Any,
+    collate: Callable[[Any], Any],
+    periods: Any = None,
+    progress: Progress = lambda count: None,
 ) -> dict[str, Any]:
     """As `evaluate`, on any data set. `periods` holds the period of each of its examples."""
+    if len(dataset) == 0:
+        raise EvaluationError("The held-out data are empty.")
     if periods is None:
-        return _metrics([_seen(config, model, loss, dataset, collate)])
+        return _metrics([_seen(config, model, loss, dataset, collate, progress)])
     periods = np.asarray(periods)
-    parts = {
-        int(period): _seen(config, model, loss, Subset(dataset, np.flatnonzero(periods == period).tolist()), collate)
-        for period in np.unique(periods)
-    }
+    parts: dict[int, _Seen] = {}
+    for period in np.unique(periods):
+        part = Subset(dataset, np.flatnonzero(periods == period).tolist())
+        parts[int(period)] = _seen(config, model, loss, part, collate, progress)
     return {
         **_metrics(list(parts.values())),
         "periods": {str(period): {"examples": part.count, **_metrics([part])} for period, part in parts.items()},
@@ -78,25 +99,76 @@ def _metrics(parts: Sequence[_Seen]) -> dict[str, float]:
     return {"auc": auc(labels, logits), "log_loss": log_loss(labels, logits)}
 
 
-def _seen(config: Config, model: nn.Module, loss: Loss, dataset: Any, collate: Callable[[Any], Any]) -> _Seen:
+def _seen(
+    config: Config, model: nn.Module, loss: Loss, dataset: Any, collate: Callable[[Any], Any], progress: Progress
+) -> _Seen:
     batch_size = config.training.max_physical_batch or config.training.batch_size
     outputs: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
     total, seen = 0.0, 0
     with torch.no_grad(), _evaluating(model):
-        for batch in _batches(dataset, collate, batch_size):
-            count = min(batch_size, len(dataset) - seen)
-            output, target, value = forward(model, loss, batch)
-            total += value.item() * (count if config.privacy.loss_reduction == "mean" else 1)
-            seen += count
+        batches = _batches(dataset, collate, batch_size)
+        while seen < len(dataset):
+            rows = range(seen, min(seen + batch_size, len(dataset)))
+            try:
+                batch = next(batches)
+                output, target, value = forward(model, loss, batch)
+            except Exception as error:
+                raise _unusable(model, loss, dataset, collate, rows, error) from error
+            if not torch.isfinite(value).all():
+                raise _not_finite(model, dataset, rows, batch, value.item())
+            total += value.item() * (len(rows) if config.privacy.loss_reduction == "mean" else 1)
+            seen = rows.stop
+            progress(len(rows))
             if config.loss == "binary_cross_entropy":
                 outputs.append(output)
                 targets.append(target)
-    if not np.isfinite(total):
-        raise SparseDPError(f"The loss on the held-out data is {total}: the weights have diverged. Lower optimizer.lr.")
     if config.loss != "binary_cross_entropy":
         return _Seen(total, seen, None, None)
     return _Seen(total, seen, torch.cat(outputs), torch.cat(targets))
+
+
+def _unusable(
+    model: nn.Module, loss: Loss, dataset: Any, collate: Callable[[Any], Any], rows: range, error: Exception
+) -> EvaluationError:
+    """Names the first example of the batch that fails on its own, as the batch did."""
+    for row in rows:
+        try:
+            forward(model, loss, next(_batches(Subset(dataset, [row]), collate, 1)))
+        except Exception as alone:
+            return EvaluationError(f"Held-out row {_row(dataset, row)}: {one_line(alone)}")
+    first, last = _row(dataset, rows[0]), _row(dataset, rows[-1])
+    return EvaluationError(f"Held-out rows {first} to {last}: {one_line(error)}")
+
+
+def _not_finite(model: nn.Module, dataset: Any, rows: range, batch: Any, value: float) -> SparseDPError:
+    """Why a loss is not finite: the data of some rows, or the weights."""
+    parts = batch.items() if isinstance(batch, dict) else enumerate(batch)
+    for name, part in parts:
+        if not isinstance(part, torch.Tensor) or not part.is_floating_point() or len(part) != len(rows):
+            continue
+        wrong = torch.flatten(~torch.isfinite(part), 1).any(1) if part.dim() > 1 else ~torch.isfinite(part)
+        if wrong.any():
+            found = [str(_row(dataset, rows[i])) for i in wrong.nonzero()[:5, 0].tolist()]
+            label = not isinstance(batch, dict) and name == len(batch) - 1
+            what = "label" if label else f"input {name!r}" if isinstance(name, str) else f"input {name + 1}"
+            more = ", ..." if int(wrong.sum()) > len(found) else ""
+            return EvaluationError(
+                f"The {what} is NaN or infinite in held-out row{'s' if len(found) > 1 else ''} {', '.join(found)}{more}."
+            )
+    if all(bool(torch.isfinite(p).all()) for p in model.state_dict().values() if p.is_floating_point()):
+        where = f"in held-out rows {_row(dataset, rows[0])} to {_row(dataset, rows[-1])}"
+        return DivergedError(
+            f"The loss is {value} {where}, where the data are finite: the model's outputs are too large. Lower optimizer.lr."
+        )
+    return DivergedError(f"The loss on the held-out data is {value}: the weights have diverged. Lower optimizer.lr.")
+
+
+def _row(dataset: Any, index: int) -> int:
+    """The row of the whole set, of which subsets were taken."""
+    while isinstance(dataset, Subset):
+        index, dataset = int(dataset.indices[index]), dataset.dataset
+    return index
 
 
 def _batches(dataset: Any, collate: Callable[[Any], Any], batch_size: int) -> Iterator[Any]:

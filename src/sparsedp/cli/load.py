@@ -13,7 +13,8 @@ from typing import Any
 import yaml
 
 from sparsedp.cli.config import ClickLogData, Config, FileVocabulary, SequencesData, TransformerModel
-from sparsedp.cli.schema import SchemaError, all_paths, build, suggestion
+from sparsedp.cli.schema import SchemaError, all_paths, build, keys_of, suggestion
+from sparsedp.cli.trust import Code, add_trust_argument
 from sparsedp.errors import ConfigError
 
 BUNDLED = Path(__file__).parent / "configs"
@@ -29,6 +30,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, *, required: bool = Tr
         "config", metavar="CONFIG", nargs=None if required else "?", help=f"a YAML file, or one of {names}"
     )
     add_set_argument(parser, "change a key, as in --set training.epochs=2 --set 'data.paths=[day_0.gz, day_1.gz]'")
+    add_trust_argument(parser)
     parser.add_argument(
         "--show-config", action="store_true", help="print all keys with their values and explanations, and stop"
     )
@@ -38,12 +40,18 @@ def bundled_names() -> list[str]:
     return sorted(path.stem for path in BUNDLED.glob("*.yaml"))
 
 
-def load_config(source: str | Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the file `source`, or the bundled one of that name, with `key=value` changes."""
+def load_config(
+    source: str | Path, overrides: Sequence[str] = (), trust: Sequence[str] = (), code: Code | None = None
+) -> Config:
+    """The configuration in the file `source`, or the bundled one of that name, with `key=value` changes.
+
+    It may name code beside that file, and of the packages `trust`; with `code`, what that says.
+    """
     path = find_config(source)
     values = read_values(path)
     changed = [put_text(values, text) for text in overrides]
-    return make_config(values, path.name, {key: f"--set {key}" for key in changed})
+    code = Code(path, tuple(trust)) if code is None else code
+    return make_config(values, path.name, {key: f"--set {key}" for key in changed}, code)
 
 
 def read_values(path: Path) -> dict[str, Any]:
@@ -60,10 +68,10 @@ def read_values(path: Path) -> dict[str, Any]:
     return values
 
 
-def make_config(values: dict[str, Any], source: str, changed: Mapping[str, str]) -> Config:
+def make_config(values: dict[str, Any], source: str, changed: Mapping[str, str], code: Code) -> Config:
     """Values as a configuration. An error names `source`, or what `changed` says of the key that was put in later."""
     try:
-        return _absolute(build(Config, values))
+        return dataclasses.replace(_absolute(build(Config, values)), code=code)
     except SchemaError as error:
         mine = [
             where
@@ -76,8 +84,8 @@ def make_config(values: dict[str, Any], source: str, changed: Mapping[str, str])
         raise ConfigError(f"{where}: {problem}{_elsewhere(error.path)}") from None
 
 
-def dump_config(config: Config) -> str:
-    return yaml.safe_dump(config.to_dict(), sort_keys=False)
+def dump_config(config: Config | dict[str, Any]) -> str:
+    return yaml.safe_dump(config.to_dict() if isinstance(config, Config) else config, sort_keys=False)
 
 
 def explain_config(config: Config) -> str:
@@ -117,7 +125,7 @@ def find_config(source: str | Path) -> Path:
 
 
 def _sections() -> list[str]:
-    return [field.name for field in dataclasses.fields(Config)]
+    return keys_of(Config)
 
 
 def put_text(values: dict[str, Any], text: str) -> str:
@@ -149,6 +157,11 @@ def _spell_out(values: dict[str, Any]) -> None:
     privacy = values.get("privacy")
     if isinstance(privacy, dict) and isinstance(privacy.get("mechanism"), str):
         privacy["mechanism"] = {"name": privacy["mechanism"]}
+
+
+def covers(key: str, other: str) -> bool:
+    """Whether giving `key` gives `other` too."""
+    return f"{other}.".startswith(f"{key}.")
 
 
 def _elsewhere(path: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from sparsedp.cli.assemble import Prepared, forward
@@ -23,8 +24,15 @@ class Step:
     span: int | None = None  # of the stream
 
 
-def steps_of_epoch(parts: Prepared) -> Iterator[Step]:
-    """Takes the steps that are left of an epoch, one each time that the next `Step` is asked for."""
+def steps_of_epoch(
+    parts: Prepared,
+    held: Callable[[], AbstractContextManager[None]] = nullcontext,
+    completed: Callable[[Step], None] = lambda step: None,
+) -> Iterator[Step]:
+    """Takes the steps that are left of an epoch, one each time that the next `Step` is asked for.
+
+    The weights change, and `completed` is called with the step, in one block `with held()`.
+    """
     optimizer, loader = parts.optimizer, parts.loader
     mean = parts.engine.plan.loss_reduction == "mean"
     started, total = time.monotonic(), 0.0
@@ -36,14 +44,18 @@ def steps_of_epoch(parts: Prepared) -> Iterator[Step]:
             _, _, loss = forward(parts.model, parts.loss, batch)
             loss.backward()
             total += loss.item() * (info.examples if mean else 1)
-        optimizer.step()
-        if not info.last:
-            continue
-        lr, *table_lr = [group["lr"] for group in optimizer.param_groups]  # as `make_optimizer` orders them
-        parts.scheduler.step()
-        assert optimizer.last_step is not None
-        examples = optimizer.last_step.examples
-        loss_per_example = total / examples if examples else math.nan
-        seconds = time.monotonic() - started
-        yield Step(loss_per_example, lr, seconds, optimizer.last_step, table_lr[0] if table_lr else None, info.span)
+        with held():
+            optimizer.step()
+            if not info.last:
+                continue
+            lr, *table_lr = [group["lr"] for group in optimizer.param_groups]  # as `make_optimizer` orders them
+            parts.scheduler.step()
+            assert optimizer.last_step is not None
+            examples = optimizer.last_step.examples
+            loss_per_example = total / examples if examples else math.nan
+            seconds = time.monotonic() - started
+            rate = table_lr[0] if table_lr else None
+            step = Step(loss_per_example, lr, seconds, optimizer.last_step, rate, info.span)
+            completed(step)
+        yield step
         started, total = time.monotonic(), 0.0

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
-from sparsedp.errors import SparseDPError, SparseDPWarning
+from sparsedp.errors import SparseDPError, SparseDPWarning, one_line
 from sparsedp.version import __version__
 
 # Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the command's description.
 COMMANDS = {
     "train": "sparsedp.cli.train",
+    "evaluate": "sparsedp.cli.evaluaterun",
+    "export": "sparsedp.cli.export",
     "plan": "sparsedp.cli.plan",
     "sweep": "sparsedp.cli.sweep",
     "account": "sparsedp.cli.account",
@@ -29,6 +31,7 @@ REFUSED, INTERRUPTED = 2, 130
 EPILOG = """examples:
   sparsedp train demo            train a click-through-rate model with epsilon 3, in about a minute
   sparsedp plan demo             what that run will cost, before it starts
+  sparsedp export runs/RUN       copy what may leave of a run: weights and privacy statement
   sparsedp sweep demo            what a mechanism's knobs trade: utility against gradient size
   sparsedp account epsilon --noise-multiplier 0.6 --sample-rate 0.002 --steps 500 --delta 1e-6
 
@@ -71,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.debug:
                 traceback.print_exc()
             else:
-                print(f"sparsedp: error: {error}", file=sys.stderr)
+                print(f"sparsedp: error: {one_line(error)}", file=sys.stderr)
             return REFUSED
         except KeyboardInterrupt:
             print("sparsedp: interrupted", file=sys.stderr)

@@ -27,7 +27,7 @@ from sparsedp.cli.assemble import (
     load_data,
     make_loss,
     make_model,
-    make_optimizer,
+    optimizer_state_share,
     prepare,
     with_collate,
 )
@@ -35,7 +35,7 @@ from sparsedp.cli.config import Config
 from sparsedp.cli.load import add_config_arguments, explain_config, load_config
 from sparsedp.cli.loop import Step, steps_of_epoch
 from sparsedp.cli.runfolder import plain
-from sparsedp.errors import ConfigError, UnsupportedError
+from sparsedp.errors import ConfigError, UnsupportedError, one_line
 from sparsedp.mechanisms import AdaFEST
 from sparsedp.plan import PrivacyPlan
 from sparsedp.prediction import Look, find_threshold, predict
@@ -87,7 +87,7 @@ def _positive(text: str) -> float:
 
 
 def run(args: argparse.Namespace) -> int:
-    config = load_config(args.config, args.overrides)
+    config = load_config(args.config, args.overrides, args.trust)
     if args.show_config:
         print(explain_config(config), end="")
         return 0
@@ -132,7 +132,7 @@ def plan_report(
     data = with_collate(config, load_data(config))
     model = make_model(config, data.training)
     activations = _activation_bytes(model, config, data)
-    state = _optimizer_state_share(config)
+    state = optimizer_state_share(config)
     parts = prepare(config, data, model)
     plan, steps = parts.engine.plan, parts.steps
     tables = find_tables(model)
@@ -244,7 +244,7 @@ def _read_counts(path: Path) -> tuple[dict[str, Any], float]:
     except (OSError, ConfigError):
         raise
     except Exception as error:  # each reader has errors of its own
-        raise ConfigError(f"--counts {path} cannot be read: {error}") from error
+        raise ConfigError(f"--counts {path} cannot be read: {one_line(error)}") from error
     if not isinstance(found, dict) or "units" not in found:
         raise ConfigError(
             f"--counts {path}: expected, beside each table's counts, the number of counted units as 'units'"
@@ -286,16 +286,6 @@ def _activation_bytes(model: nn.Module, config: Config, data: Data) -> float:
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         forward(model, make_loss(config), data.examples(count))
     return 2 * sum(kept.values()) / count
-
-
-def _optimizer_state_share(config: Config) -> float:
-    """Bytes of optimizer state per byte of parameter, seen at a small parameter of its own."""
-    probe = nn.Linear(32, 32, bias=False)
-    optimizer = make_optimizer(config, probe)
-    probe.weight.grad = torch.zeros_like(probe.weight)
-    optimizer.step()
-    tensors = [value for value in optimizer.state[probe.weight].values() if isinstance(value, Tensor)]
-    return sum(_bytes(tensor) for tensor in tensors if tensor.dim()) / _bytes(probe.weight)
 
 
 def _bytes(tensor: Tensor) -> int:

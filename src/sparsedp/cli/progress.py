@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -45,8 +47,16 @@ class Reporter:
     def end(self) -> None:
         """Training stopped."""
 
+    def alert(self, text: str) -> None:
+        """What has to be known even by those who want no progress."""
 
-class Lines(Reporter):
+
+class Quiet(Reporter):
+    def alert(self, text: str) -> None:
+        print(text, file=sys.stderr)
+
+
+class Lines(Quiet):
     """A line every few seconds, and at the last step."""
 
     def __init__(self, console: Console) -> None:
@@ -67,7 +77,7 @@ class Lines(Reporter):
             self.say(f"step {status.step}/{self._steps}  {status}")
 
 
-class Bar(Reporter):
+class Bar(Quiet):
     def __init__(self, console: Console) -> None:
         self._console = console
         self._progress: Progress | None = None
@@ -97,7 +107,33 @@ class Bar(Reporter):
             self._progress = None
 
 
+def every_few_seconds(tell: Callable[[int], None]) -> Callable[[int], None]:
+    """`tell`, but not more often than there are lines."""
+    last = time.monotonic()
+
+    def progress(count: int) -> None:
+        nonlocal last
+        if time.monotonic() - last > SECONDS_BETWEEN_LINES:
+            last = time.monotonic()
+            tell(count)
+
+    return progress
+
+
+def evaluation_progress(reporter: Reporter, total: int) -> Callable[[int], None]:
+    """To be called with the number of examples of each batch that was evaluated."""
+    tell = every_few_seconds(lambda seen: reporter.say(f"Evaluating: {seen:,} of {total:,} held-out examples"))
+    seen = 0
+
+    def progress(count: int) -> None:
+        nonlocal seen
+        seen += count
+        tell(seen)
+
+    return progress
+
+
 def make_reporter(console: Console, quiet: bool) -> Reporter:
     if quiet:
-        return Reporter()
+        return Quiet()
     return Bar(console) if console.is_terminal else Lines(console)

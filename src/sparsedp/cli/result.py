@@ -12,6 +12,8 @@ from rich.table import Table
 from sparsedp.optimizer import StepReport
 from sparsedp.statement import PrivacyStatement
 
+FAILED = "failed: "
+
 
 @dataclass
 class Totals:
@@ -24,7 +26,7 @@ class Totals:
     gradient_size: int = 0
     training_seconds: float = 0.0
     seconds: float = 0.0  # with set-up, evaluation and checkpoints
-    # Sums over `share_steps` steps: those with units, without any that were taken before these sums were kept.
+    # Sums over `share_steps` steps: those with units.
     clipped_share: float = 0.0
     kept_mass: float = 0.0
     share_steps: int = 0
@@ -54,6 +56,7 @@ class RunResult:
     planted_auc: float | None = None
     tables_frozen: bool = False
     extra: dict[str, Any] = field(default_factory=dict)  # what the caller of the run measured at its end
+    evaluation: str = "not yet"  # done, not yet, nothing is held out, or failed: and why
 
     @property
     def gradient_size(self) -> float:
@@ -80,6 +83,7 @@ class RunResult:
             "finished": self.finished,
             "steps": self.totals.steps,
             "planned_steps": self.planned_steps,
+            "evaluation": self.evaluation,
             **self.metrics,
             **planted,
             "unit": self.statement.unit,
@@ -99,6 +103,11 @@ class RunResult:
             **self.extra,
         }
 
+    @property
+    def failure(self) -> str | None:
+        """Why there is no evaluation of the trained model."""
+        return self.evaluation.removeprefix(FAILED) if self.evaluation.startswith(FAILED) else None
+
     def _mean(self, total: float) -> float | None:
         """Over the steps that had units; None if there were none."""
         return total / self.totals.share_steps if self.totals.share_steps else None
@@ -112,24 +121,7 @@ class RunResult:
         return table
 
     def _lines(self) -> list[tuple[str, str]]:
-        lines = []
-        if "auc" in self.metrics:
-            planted = "" if self.planted_auc is None else f"; {self.planted_auc:.4f} for the model that drew the clicks"
-            lines.append(("AUC, held out", f"{self.metrics['auc']:.4f} (0.5 for guessing{planted})"))
-            lines.append(("log loss, held out", f"{self.metrics['log_loss']:.4f}"))
-        for name in ("ndcg@10", "hit@10"):
-            if name in self.metrics:
-                beside = {"popularity": "the most popular items", "planted": "the model that drew the sequences"}
-                found = {text: self.metrics.get(f"{key}_{name}") for key, text in beside.items()}
-                others = "; ".join(f"{value:.4f} for {text}" for text, value in found.items() if value is not None)
-                shown = f"{self.metrics[name]:.4f}" + (f" ({others})" if others else "")
-                lines.append((f"{name.upper()}, held out", shown))
-        if "loss" in self.metrics:
-            lines.append(("loss, held out", f"{self.metrics['loss']:.4f}"))
-        periods = self.metrics.get("periods", {})
-        for period, values in periods.items() if len(periods) > 1 else ():
-            name = "auc" if "auc" in values else "loss"
-            lines.append((f"  period {period}", f"{'AUC' if name == 'auc' else name} {values[name]:.4f}"))
+        lines = metric_lines(self.metrics, self.planted_auc)
         if self.statement.holds:
             whom = " for each user" if self.statement.unit == "user" else ""
             promise = f"epsilon {self.statement.epsilon:.4g} at delta {self.statement.delta:.3g}"
@@ -146,4 +138,29 @@ class RunResult:
         lines.append(("time", f"{self.totals.seconds:.1f} s, of which {self.totals.training_seconds:.1f} s in steps"))
         lines.append(("speed", f"{self.examples_per_second:,.0f} examples/s over {self.totals.steps:,} steps"))
         lines.append(("run folder", str(self.run_dir)))
+        if self.finished:
+            lines.append(("may leave", f"{self.run_dir}/release alone; sparsedp export {self.run_dir} copies it"))
         return lines
+
+
+def metric_lines(metrics: dict[str, Any], planted_auc: float | None) -> list[tuple[str, str]]:
+    """Names and values of an evaluation, to read."""
+    lines = []
+    if "auc" in metrics:
+        planted = "" if planted_auc is None else f"; {planted_auc:.4f} for the model that drew the clicks"
+        lines.append(("AUC, held out", f"{metrics['auc']:.4f} (0.5 for guessing{planted})"))
+        lines.append(("log loss, held out", f"{metrics['log_loss']:.4f}"))
+    for name in ("ndcg@10", "hit@10"):
+        if name in metrics:
+            beside = {"popularity": "the most popular items", "planted": "the model that drew the sequences"}
+            found = {text: metrics.get(f"{key}_{name}") for key, text in beside.items()}
+            others = "; ".join(f"{value:.4f} for {text}" for text, value in found.items() if value is not None)
+            shown = f"{metrics[name]:.4f}" + (f" ({others})" if others else "")
+            lines.append((f"{name.upper()}, held out", shown))
+    if "loss" in metrics:
+        lines.append(("loss, held out", f"{metrics['loss']:.4f}"))
+    periods = metrics.get("periods", {})
+    for period, values in periods.items() if len(periods) > 1 else ():
+        name = "auc" if "auc" in values else "loss"
+        lines.append((f"  period {period}", f"{'AUC' if name == 'auc' else name} {values[name]:.4f}"))
+    return lines

@@ -1,19 +1,30 @@
-"""The folder that a run leaves behind.
+"""The folder that a run leaves behind: what may leave the house, and what may not.
 
-config.yaml      the configuration, with every default written out
-plan.json        the privacy plan: sampling, clipping, mechanism, noise
-metrics.jsonl    one JSON object per logged step and per evaluation
-checkpoint.pt    what a run is resumed from; `torch.load` finds the weights under "model"
-model.pt         the weights alone, under the module's own names
-statement.json   what may be promised about the checkpoint's weights; the same as text in statement.txt
-result.json      written when the run is complete
+release/
+  config.yaml      the configuration, without what describes the private data, the machine or the randomness
+  plan.json        the privacy plan: sampling, clipping, mechanism, noise
+  model.pt         the weights alone, under the module's own names
+  frequencies.pt   rows' frequencies, if they were released
+  statement.json   what may be promised about these; the same as text in statement.txt. Written last
+private/
+  README.txt       says that nothing here is for release
+  config.yaml      the configuration, with every default written out
+  code.json        which files the code came from that the configuration names
+  metrics.jsonl    one JSON object per logged step and per evaluation
+  checkpoint.pt    what a run is resumed from; `torch.load` finds the weights under "model"
+  totals.json      sums over the steps of the checkpoint, and its last evaluation
+  result.json      what the closing table shows
+
+The command line's documentation says of each file why it is where it is.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import count
 from pathlib import Path
@@ -22,88 +33,259 @@ from typing import Any
 import torch
 
 from sparsedp.cli.config import Config
-from sparsedp.cli.load import dump_config, load_config
+from sparsedp.cli.files import locked, remove_unfinished, write_file, write_text
+from sparsedp.cli.load import dump_config, find_config, load_config
+from sparsedp.cli.trust import Code, digest
 from sparsedp.errors import ConfigError, SparseDPError
 from sparsedp.plan import PrivacyPlan
 from sparsedp.statement import PrivacyStatement
 
+RELEASED = ("config.yaml", "plan.json", "model.pt", "frequencies.pt", "statement.txt", "statement.json")
+_PRIVATE = ("README.txt", "config.yaml", "code.json", "metrics.jsonl", "checkpoint.pt", "totals.json", "result.json")
+# What the released configuration leaves out: where the data are, what the user's own code was told about them, and seeds.
+_LEFT_OUT = (
+    "data.paths", "data.path", "data.cache_dir", "data.user_column", "data.vocabulary.path", "data.options",
+    "model.frequencies", "training.seed", "training.init_seed",
+)  # fmt: skip
+
+_README = """\
+PRIVATE: not for release.
+
+What is in this folder was computed from private data without noise, or tells where they are: exact losses and metrics, exact
+counts of units and of rows touched, checkpoints with the position in the data. The privacy statement does not cover it.
+
+What may leave is in the folder release, beside this one; `sparsedp export` copies that part alone.
+"""
+
 
 class RunFolder:
+    """While it is open, no other command works in it."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.checkpoint = path / "checkpoint.pt"
-        self._metrics = path / "metrics.jsonl"
+        self.release, self.private = path / "release", path / "private"
+        self.checkpoint = self.private / "checkpoint.pt"
+        self.weights = self.release / "model.pt"
+        self._metrics = self.private / "metrics.jsonl"
 
     @staticmethod
-    def create(path: Path | None, config: Config, plan: PrivacyPlan) -> RunFolder:
+    @contextmanager
+    def create(path: Path | None, config: Config, plan: PrivacyPlan) -> Iterator[RunFolder]:
         """A new folder, runs/<name>-<time> unless `path` is given; never one that holds something."""
         path = _default_path(config.name) if path is None else path
         refuse_used_folder(path)
-        path.mkdir(parents=True, exist_ok=True)
         folder = RunFolder(path)
-        folder.write_config(config)
-        folder._write("plan.json", _json(plan.to_dict(), indent=2))
-        folder._metrics.touch()
-        return folder
+        with locked(folder.private):
+            refuse_used_folder(path)  # another run may have begun there meanwhile
+            remove_unfinished(folder.private, _PRIVATE)
+            folder.release.mkdir(exist_ok=True)
+            remove_unfinished(folder.release, RELEASED)
+            write_text(folder.private / "README.txt", _README)
+            write_text(folder.private / "code.json", _json(_code_of(config), indent=2) + "\n")
+            write_text(folder.release / "plan.json", _json(plan.to_dict(), indent=2))
+            folder.write_config(config)
+            yield folder
 
     @staticmethod
-    def open(path: Path) -> tuple[RunFolder, Config]:
-        """The folder of an earlier run, and its configuration."""
-        if not (path / "config.yaml").is_file():
-            raise ConfigError(f"{path} is not the folder of a run: it has no config.yaml")
+    @contextmanager
+    def open(path: Path) -> Iterator[RunFolder]:
+        """The folder of an earlier run."""
+        require_run_folder(path)
         folder = RunFolder(path)
-        if not folder.checkpoint.is_file():
-            raise SparseDPError(f"{path} has no checkpoint: that run ended before its first one. Start it again.")
-        return folder, load_config(path / "config.yaml")
+        with locked(folder.private):
+            remove_unfinished(folder.private, _PRIVATE)
+            remove_unfinished(folder.release, RELEASED)
+            yield folder
+
+    # ------------------------------------------------------------------ configuration
+
+    def load_config(
+        self,
+        source: str | None = None,
+        overrides: Sequence[str] = (),
+        trust: Sequence[str] = (),
+        code: str | None = None,
+    ) -> tuple[Config, Config]:
+        """The run's configuration as it was, and as it is wanted now: its own or that of `source`, with `overrides`.
+
+        The folder may come from anybody. So the code that it names must lie beside the configuration `code`, or else
+        beside `source`, or be of a package in `trust`.
+        """
+        own = self.private / "config.yaml"
+        found = self._read("code.json", {})
+        digests = {name: str(value) for name, value in _mapping(found.get("sha256")).items()}
+        named = source if code is None else code
+        allowed = Code(None if named is None else find_config(named), tuple(trust), digests=digests, run=self.path)
+        wanted = load_config(own if source is None else source, overrides, code=allowed)
+        return load_config(own, code=allowed), wanted
 
     def write_config(self, config: Config) -> None:
-        self._write("config.yaml", dump_config(config))
+        """First the one that may leave: with the other, the folder is one of a run."""
+        values, gone = config.to_dict(), []
+        for key in _LEFT_OUT:
+            *sections, last = key.split(".")
+            at: Any = values
+            for section in sections:
+                at = at.get(section) if isinstance(at, dict) else None
+            if isinstance(at, dict) and at.get(last) is not None:
+                del at[last]
+                gone.append(key)
+        left_out = (
+            f"# Left out, as it is about the data, the machine or the randomness: {', '.join(gone)}\n" if gone else ""
+        )
+        write_text(self.release / "config.yaml", left_out + dump_config(values))
+        write_text(self.private / "config.yaml", dump_config(config.to_dict()))
+
+    # ------------------------------------------------------------------ private
 
     def log(self, row: dict[str, Any]) -> None:
         with self._metrics.open("a") as file:
             file.write(_json(row) + "\n")
 
-    def forget_after(self, step: int) -> None:
-        """Drops the metrics of steps that a resumed run takes again, and a line that a kill cut short."""
+    def forget_after(self, step: int, evaluated: bool = True) -> None:
+        """Drops the metrics of steps that a resumed run takes again, and a line that a kill cut short.
+
+        If the run is still to be evaluated after this step, what is there of that evaluation goes as well.
+        """
         kept = []
         for line in self._metrics.read_text().splitlines() if self._metrics.is_file() else []:
             try:
                 row = json.loads(line)
             except ValueError:
                 continue
-            if row["step"] <= step:
+            again = not evaluated and row["step"] == step and row["kind"] in ("evaluation", "failed_evaluation")
+            if row["step"] <= step and not again:
                 kept.append(line + "\n")
-        self._write("metrics.jsonl", "".join(kept))
+        write_text(self._metrics, "".join(kept))
 
-    def write_statement(self, statement: PrivacyStatement) -> None:
-        self._write("statement.json", statement.to_json() + "\n")
-        self._write("statement.txt", f"{statement}\n")
+    def write_totals(self, totals: Mapping[int, dict[str, Any]], checkpoint: int | None) -> None:
+        """Sums after some steps, and the step of the checkpoint that is there."""
+        content = {
+            "private": "Counted on private data without noise: not for release.",
+            "checkpoint": checkpoint,
+            "after_step": {str(step): values for step, values in totals.items()},
+        }
+        write_text(self.private / "totals.json", json.dumps(content, indent=2) + "\n")
 
-    def write_weights(self, weights: dict[str, Any]) -> None:
-        """What a user takes along: `model.load_state_dict(torch.load("model.pt"))`."""
-        temporary = self.path / ".model.pt.part"
-        torch.save(weights, temporary)
-        os.replace(temporary, self.path / "model.pt")
+    def read_totals(self, step: int) -> dict[str, Any]:
+        """The sums after the step of the checkpoint."""
+        values = _mapping(_mapping(self._read("totals.json", {})).get("after_step")).get(str(step))
+        if values is None:
+            raise SparseDPError(
+                f"{self.private / 'totals.json'} has nothing about step {step}, which the checkpoint is of. Restore both "
+                "files from the same copy of the folder, or start the run again."
+            )
+        return values
+
+    def require_no_checkpoint_lost(self) -> None:
+        """A run without a checkpoint starts from its beginning, if it has never had one."""
+        step = _mapping(self._read("totals.json", {})).get("checkpoint")
+        if step is not None or self.is_released:
+            raise SparseDPError(f"{self.path} has lost its checkpoint: {self.checkpoint} is missing. Start a new run.")
 
     def write_result(self, result: dict[str, Any]) -> None:
-        self._write("result.json", _json(result, indent=2) + "\n")
+        write_text(self.private / "result.json", _json(result, indent=2) + "\n")
 
-    def _write(self, name: str, text: str) -> None:
-        """Beside the file first, so that a kill leaves the old one or the new one."""
-        temporary = self.path / f".{name}.part"
-        temporary.write_text(text)
-        os.replace(temporary, self.path / name)
+    def read_result(self) -> dict[str, Any] | None:
+        return self._read("result.json", None)
+
+    # ------------------------------------------------------------------ release
+
+    @property
+    def is_released(self) -> bool:
+        """Whether everything of the release is there: the statement comes last."""
+        return (self.release / "statement.json").is_file()
+
+    def write_release(
+        self, weights: dict[str, Any], frequencies: dict[str, Any] | None, statement: PrivacyStatement
+    ) -> None:
+        """`model.load_state_dict(torch.load("model.pt"))` is how a user takes the weights."""
+        self.withdraw_release()
+        write_file(self.weights, lambda file: torch.save(weights, file))
+        if frequencies is not None:
+            write_file(self.release / "frequencies.pt", lambda file: torch.save(frequencies, file))
+        write_text(self.release / "statement.txt", f"{statement}\n")
+        write_text(self.release / "statement.json", statement.to_json() + "\n")
+
+    def withdraw_release(self) -> None:
+        """Takes back what the end of a run wrote, the statement first: it must not stand without its model."""
+        for name in ("statement.json", "statement.txt", "frequencies.pt", "model.pt"):
+            (self.release / name).unlink(missing_ok=True)
+
+    def _read(self, name: str, otherwise: Any) -> Any:
+        path = self.private / name
+        if not path.is_file():
+            return otherwise
+        try:
+            return json.loads(path.read_text())
+        except ValueError as error:
+            raise SparseDPError(f"{path} is damaged: {error}") from error
+
+
+def require_run_folder(path: Path) -> None:
+    if (path / "private" / "config.yaml").is_file():
+        return
+    if (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file():
+        raise ConfigError(
+            f"{path} is the folder of a run of an earlier version, which did not keep apart what may leave and what may not. "
+            "This version cannot go on with it: start the run again"
+        )
+    raise ConfigError(f"{path} is not the folder of a run: it has no private/config.yaml")
 
 
 def refuse_used_folder(path: Path) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    """A folder that a run began to make, and did not get to its own configuration, counts as new."""
+    begun = {"private": {"README.txt", "code.json"}, "release": {"config.yaml", "plan.json"}}
+    if path.is_dir():
+        entries = {entry.relative_to(path) for entry in path.rglob("*")}
+        names = {Path(part) for part in begun} | {Path(part, name) for part, own in begun.items() for name in own}
+        if all(entry in names or (entry.parent in names and entry.name.startswith(".")) for entry in entries):
+            return
+    if path.exists():
         raise ConfigError(f"{path} exists and is not empty. Name another folder, or continue its run with --resume.")
+
+
+def _code_of(config: Config) -> dict[str, Any]:
+    """Which files the user's own code came from, for those who go on with the run."""
+    files = {address.partition(":")[0]: config.code.file_of(address) for address in config.addresses().values()}
+    known = {name: file for name, file in files.items() if file is not None and file.is_file()}
+    configuration = config.code.configuration
+    return {
+        "configuration": None if configuration is None else str(configuration.absolute()),
+        "trusted": list(config.code.trusted),
+        "files": {name: str(file) for name, file in known.items()},
+        "sha256": {name: digest(file) for name, file in known.items()},
+    }
+
+
+def copy_release(folder: RunFolder, target: Path) -> list[str]:
+    """Copies what may leave into `target`, whole or not at all; returns the names of the files."""
+    names = [name for name in RELEASED if (folder.release / name).is_file()]
+    temporary = target.with_name(f".{target.name}.part")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        for name in names:
+            if (folder.release / name).is_symlink():
+                raise SparseDPError(f"{folder.release / name} is a link. A release holds files alone.")
+            shutil.copyfile(folder.release / name, temporary / name)
+        if target.is_dir():
+            target.rmdir()
+        temporary.replace(target)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return names
 
 
 def _default_path(name: str) -> Path:
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     names = (stem if i == 1 else f"{stem}-{i}" for i in count(1))
     return next(path for path in (Path("runs") / name for name in names) if not path.exists())
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def plain(value: Any) -> Any:

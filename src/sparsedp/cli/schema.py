@@ -49,7 +49,7 @@ def build(kind: type[T], values: Any, path: str = "") -> T:
     """The mapping `values` as the dataclass `kind`, whose `__post_init__` may raise SchemaError for a key."""
     if not isinstance(values, Mapping):
         raise SchemaError(path, f"expected a mapping with the keys {', '.join(keys_of(kind))}; got {_shown(values)}")
-    hints = get_type_hints(kind, include_extras=True)
+    hints = _hints(kind)
     for key in values:
         if key not in hints:
             raise SchemaError(
@@ -58,6 +58,8 @@ def build(kind: type[T], values: Any, path: str = "") -> T:
     given = {}
     for field in dataclasses.fields(kind):  # type: ignore[arg-type]
         where = _join(path, field.name)
+        if field.name not in hints:
+            continue
         if field.name in values:
             given[field.name] = convert(hints[field.name], values[field.name], where)
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
@@ -168,12 +170,18 @@ def _closest(members: Iterable[Any], value: Any) -> str:
 
 
 def keys_of(kind: Any) -> list[str]:
-    return [field.name for field in dataclasses.fields(kind)]
+    return list(_hints(kind))
+
+
+def _hints(kind: Any) -> dict[str, Any]:
+    """The annotations of the fields that can be given: all but those whose metadata say `given: False`."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.metadata.get("given", True)}
 
 
 def all_paths(kind: Any, path: str = "") -> Iterator[str]:
     """The full path of every key that a dataclass, or one nested in it, can have."""
-    for name, hint in get_type_hints(kind, include_extras=True).items():
+    for name, hint in _hints(kind).items():
         where = _join(path, name)
         yield where
         for member in _members(hint):

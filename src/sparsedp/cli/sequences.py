@@ -23,8 +23,10 @@ from sparsedp.data.ranking import Scorer, popularity_scorer, rank_held_out
 from sparsedp.data.sequences import HeldOutItems, SequenceDataset, Sequences, open_sequences
 from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import ConfigError
+from sparsedp.generator import CipherGenerator
 from sparsedp.models import DPFormer, RecurrentRecommender
 from sparsedp.nn import CandidateSampler, binary_candidate_loss, candidate_loss
+from sparsedp.noise import RandomKey
 from sparsedp.plan import PrivacyPlan
 
 TOP = 10  # the k of NDCG@k and HIT@k
@@ -129,11 +131,11 @@ class SequenceCollate:
     def __init__(self, config: Config, items: int, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
         self._sampler: CandidateSampler | None = None
-        self._generator: torch.Generator | None = None
+        self._generator: CipherGenerator | None = None
         settings = config.training
         if settings.negatives is not None:
             if settings.seed is not None:
-                self._generator = torch.Generator().manual_seed(settings.seed)
+                self._generator = RandomKey.from_seed(settings.seed).generator()
             self._sampler = CandidateSampler(
                 items, settings.negatives, shared=settings.shared_negatives, generator=self._generator
             )
@@ -145,13 +147,13 @@ class SequenceCollate:
         candidates = self._sampler(target - 1) + 1  # 0 is padding, and no negative
         return {"history": history, "candidates": candidates * (target > 0)[..., None]}
 
-    def state(self) -> Tensor | None:
+    def state(self) -> list[int] | None:
         """Of a seeded generator, to go on with the same negatives; nothing else is to be repeated."""
-        return None if self._generator is None else self._generator.get_state()
+        return None if self._generator is None else self._generator.state()
 
-    def restore(self, state: Tensor | None) -> None:
+    def restore(self, state: list[int] | None) -> None:
         if self._generator is not None and state is not None:
-            self._generator.set_state(state)
+            self._generator.restore(state)
 
 
 def make_sequence_loss(config: Config) -> Callable[[Tensor, dict[str, Tensor]], Tensor]:

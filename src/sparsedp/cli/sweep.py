@@ -7,27 +7,23 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from sparsedp.cli.config import differences
-from sparsedp.cli.load import add_set_argument, load_config
-from sparsedp.cli.runfolder import plain
+from sparsedp.cli.files import locked, write_text
+from sparsedp.cli.load import add_set_argument
+from sparsedp.cli.runfolder import RunFolder, plain
 from sparsedp.cli.signals import stop_on_signals
 from sparsedp.cli.sweepfile import Sweep, SweepRun, expand, load_sweep, sweep_names
 from sparsedp.cli.sweepjobs import ERROR_FILE, Job, carry_out
 from sparsedp.cli.train import MAY_CHANGE
-from sparsedp.errors import ConfigError, SparseDPError
+from sparsedp.cli.trust import add_trust_argument
+from sparsedp.errors import ConfigError
 from sparsedp.report import front, markdown
-
-try:
-    import fcntl
-except ImportError:  # Windows: two sweeps in one folder are then not noticed
-    fcntl = None  # type: ignore[assignment]
 
 FAILED, INTERRUPTED = 1, 130
 # What runs.jsonl takes over from a run's result.json.
@@ -36,6 +32,12 @@ _KEPT = (
     "gradient_size", "dense_gradient_size", "reduction", "tables_frozen", "clipped_share", "kept_mass",
     "rows_touched_per_step", "seconds", "training_seconds", "warnings",
 )  # fmt: skip
+
+_README = """\
+PRIVATE: not for release.
+Tables, plots and results of this sweep compare metrics that were computed on private data without noise, and the choice of a
+run by them is not covered by any privacy statement. Of a run whose model was kept, `sparsedp export RUN` copies what may leave.
+"""
 
 EPILOG = """examples:
   sparsedp sweep demo --list                   the runs of the bundled sweep
@@ -52,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     parser.add_argument("config", metavar="CONFIG", help=f"a YAML file, or one of {', '.join(sweep_names())}")
     add_set_argument(parser, "change a key of all runs, as in --set training.epochs=2")
+    add_trust_argument(parser)
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the sweep's folder (runs/<name>)")
     parser.add_argument(
         "--jobs", metavar="N", type=_positive, help="runs at the same time, each in its own process (the cores)"
@@ -72,7 +75,7 @@ def _positive(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     sweep, path = load_sweep(args.config)
-    runs = expand(sweep, path, args.overrides)
+    runs = expand(sweep, path, args.overrides, args.trust)
     folder: Path = args.run_dir or Path("runs") / sweep.name
     state = SweepFolder(folder, sweep, runs)
     console = Console(stderr=True, highlight=False, quiet=args.quiet)
@@ -82,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     if args.report_only:  # beside a sweep that is at work, too
         outcome, summary = 0, state.write_report(console)
     else:
-        with _locked(folder):
+        with locked(folder):
             outcome, summary = _run(state, args, console), state.write_report(console)
     if args.json:
         print(json.dumps(plain(summary), indent=2))
@@ -149,7 +152,7 @@ def _duration(seconds: float) -> str:
 
 
 class SweepFolder:
-    """A sweep's folder: a folder per run, and beside them
+    """A sweep's folder: a folder per run, and beside them, all of it private,
 
     sweep.json   the sweep, with every default written out
     runs.jsonl   every finished run: group, point, settings, seed, metrics
@@ -162,15 +165,19 @@ class SweepFolder:
 
     def status(self, run: SweepRun) -> str:
         """done, changed (done with other settings), failed, or open."""
-        folder = self.folder / run.id
-        if (folder / "result.json").is_file():
+        folder = RunFolder(self.folder / run.id)
+        if self._is_done(folder):
             return "changed" if self._changes(run) else "done"
-        return "failed" if (folder / ERROR_FILE).is_file() else "open"
+        return "failed" if (folder.private / ERROR_FILE).is_file() else "open"
+
+    @staticmethod
+    def _is_done(folder: RunFolder) -> bool:
+        return (folder.read_result() or {}).get("evaluation") == "done"
 
     def _changes(self, run: SweepRun) -> list[str]:
         """The keys in which a finished run differs from what is wanted now."""
         try:
-            old = load_config(self.folder / run.id / "config.yaml")
+            old, _ = RunFolder(self.folder / run.id).load_config()
         except ConfigError:
             return ["a configuration that cannot be read any more"]
         return sorted(set(differences(old, run.config)) - MAY_CHANGE)
@@ -185,7 +192,7 @@ class SweepFolder:
             )
 
     def result(self, id: str) -> dict[str, Any]:
-        return json.loads((self.folder / id / "result.json").read_text())
+        return RunFolder(self.folder / id).read_result() or {}
 
     def in_brief(self, id: str) -> str:
         """A finished run in half a line."""
@@ -197,6 +204,7 @@ class SweepFolder:
 
     def write_sweep(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._write("README.txt", _README)
         values = {key: value for key, value in vars(self.sweep).items() if key != "controls"}
         groups = {name: vars(group) for name, group in self.sweep.groups().items()}
         self._write("sweep.json", json.dumps({**values, "groups": groups}, indent=2) + "\n")
@@ -261,26 +269,12 @@ class SweepFolder:
         return plots.write_plots(summary, self.folder)
 
     def _error(self, id: str) -> str:
-        return (self.folder / id / ERROR_FILE).read_text().partition("\n")[0]
+        return (RunFolder(self.folder / id).private / ERROR_FILE).read_text().partition("\n")[0]
 
     def _left_over(self) -> int:
         mine = {run.id for run in self.runs}
-        return sum(1 for path in self.folder.glob("*/result.json") if path.parent.name not in mine)
+        others = {path.parents[1] for path in self.folder.glob("*/private/result.json")}
+        return sum(path.name not in mine and self._is_done(RunFolder(path)) for path in others)
 
     def _write(self, name: str, text: str) -> None:
-        temporary = self.folder / f".{name}.part"
-        temporary.write_text(text)
-        os.replace(temporary, self.folder / name)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the folder against another sweep; the system lets go of it even if this process is killed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / ".lock", "a") as file:
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise SparseDPError(f"Another sweep is at work in {folder}.") from None
-        yield
+        write_text(self.folder / name, text)

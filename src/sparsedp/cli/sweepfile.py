@@ -14,10 +14,11 @@ from typing import Any, Literal
 
 from torch import nn
 
-from sparsedp.cli.assemble import find_callable, make_loss, make_optimizer
-from sparsedp.cli.config import Config, NotNegative, OwnData, OwnModel, Positive, Seed
-from sparsedp.cli.load import find_config, make_config, parse_yaml, put, put_text, read_values
+from sparsedp.cli.assemble import make_loss, make_optimizer
+from sparsedp.cli.config import Config, NotNegative, OwnData, Positive, Seed, require_folder_name
+from sparsedp.cli.load import BUNDLED, covers, find_config, make_config, parse_yaml, put, put_text, read_values
 from sparsedp.cli.schema import SchemaError, build, keys_of, suggestion
+from sparsedp.cli.trust import Code
 from sparsedp.errors import ConfigError
 
 BUNDLED_SWEEPS = Path(__file__).parent / "sweeps"
@@ -62,10 +63,7 @@ class Sweep:
     margin: NotNegative = 0.01
 
     def __post_init__(self) -> None:
-        if not self.name or any(c in self.name for c in "/\\\0"):
-            raise SchemaError(
-                "name", f"names the sweep's folder, so it must not be empty or hold a slash; got {self.name!r}"
-            )
+        require_folder_name(self.name, "sweep")
         if not self.seeds or len(set(self.seeds)) < len(self.seeds):
             raise SchemaError("seeds", f"expected at least one seed, and none twice; got {self.seeds}")
         if not self.losses:
@@ -121,7 +119,7 @@ class Sweep:
         parts = {f"{where}.set": group.set, "over": self.axes(name, group), f"{where}.grid": group.grid}
         for (early, before), (late, after) in itertools.combinations(parts.items(), 2):
             for key, other in itertools.product(before, after):
-                if _covers(other, key):
+                if covers(other, key):
                     hint = f"; with over: false, {name} is run once" if late == "over" else ""
                     raise SchemaError(late, f"{other} would overwrite {key} of {early}: give it in one place{hint}")
 
@@ -183,14 +181,18 @@ def load_sweep(source: str | Path) -> tuple[Sweep, Path]:
         raise ConfigError(f"{path.name}: {error}") from None
 
 
-def expand(sweep: Sweep, path: Path, overrides: Sequence[str] = ()) -> list[SweepRun]:
+def expand(sweep: Sweep, path: Path, overrides: Sequence[str] = (), trust: Sequence[str] = ()) -> list[SweepRun]:
     """Every run of the sweep in the file `path`, checked. `overrides` are key=value changes for all of them.
+
+    They may name code beside the sweep's file (not beside a base elsewhere) and of the packages `trust`.
 
     They are put together in this order, each part on top of those before it: the base, `set`, overrides, what makes a
     control one, the group's `set`, a point of `over`, a point of `grid`, the seed.
     """
     beside = path.parent / sweep.base
-    base = read_values(beside if beside.is_file() else find_config(sweep.base))
+    base_path = beside if beside.is_file() else find_config(sweep.base)
+    base = read_values(base_path)
+    code = Code(path, tuple(trust), also_beside=(BUNDLED,) if base_path.parent == BUNDLED else ())
     where = {}
     for key, value in sweep.set.items():
         where[key] = f"{path.name}: set.{key}"
@@ -222,7 +224,7 @@ def expand(sweep: Sweep, path: Path, overrides: Sequence[str] = ()) -> list[Swee
                 put(values, "training.init_seed", seed, here)
                 put(values, "training.seed", seed if sweep.seeded else None, here)
                 values["name"] = id
-                runs.append(SweepRun(id, name, point, settings, seed, make_config(values, path.name, changed)))
+                runs.append(SweepRun(id, name, point, settings, seed, make_config(values, path.name, changed, code)))
     _check(runs)
     first: dict[str, int] = {}
     for run in runs:
@@ -271,10 +273,8 @@ def _check(runs: list[SweepRun]) -> None:
         try:
             make_optimizer(config, nn.Linear(1, 1))
             make_loss(config)
-            if isinstance(config.data, OwnData):
-                find_callable(config.data.kind, "data.kind")
-            if isinstance(config.model, OwnModel):
-                find_callable(config.model.kind, "model.kind")
+            for key, address in config.addresses().items():
+                config.code.find(address, key)
         except ConfigError as error:
             raise ConfigError(f"{run.id}: {error}") from None
 
@@ -283,7 +283,7 @@ def _check_changes(changes: Mapping[str, Any], where: str) -> None:
     for key in changes:
         if not all(key.split(".")):
             raise SchemaError(where, f"expected full keys such as training.epochs; got {key!r}")
-        if any(_covers(key, other) for other in _OF_SEEDS):
+        if any(covers(key, other) for other in _OF_SEEDS):
             raise SchemaError(f"{where}.{key}", "the sweep's seeds and names decide it; leave it out")
 
 
@@ -295,7 +295,7 @@ def _check_axes(axes: Mapping[str, Any], where: str) -> None:
         if any(value in values[:i] for i, value in enumerate(values)):
             raise SchemaError(f"{where}.{key}", f"a value stands here twice: {values}")
     for key, other in itertools.permutations(axes, 2):
-        if _covers(key, other):
+        if covers(key, other):
             raise SchemaError(f"{where}.{key}", f"overlaps with {other}")
 
 
@@ -307,15 +307,10 @@ def _refuse_ignored(key: str, sweep: Sweep, groups: Mapping[str, Group]) -> None
         parts[f"{sweep.section(name)}.{name}.grid"] = group.grid
     for where, changes in parts.items():
         for other in changes:
-            if _covers(other, key):
+            if covers(other, key):
                 raise ConfigError(f"--set {key}: {where} of the sweep sets {other}; change it there")
-    if any(_covers(other, key) or _covers(key, other) for other in _OF_SEEDS):
+    if any(covers(other, key) or covers(key, other) for other in _OF_SEEDS):
         raise ConfigError(f"--set {key}: the sweep's seeds and names decide it")
-
-
-def _covers(key: str, other: str) -> bool:
-    """Whether giving `key` gives `other` too."""
-    return f"{other}.".startswith(f"{key}.")
 
 
 def _combinations(axes: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:

@@ -23,9 +23,11 @@ from torch.utils.data import Subset
 from sparsedp.cli.assemble import Data, Prepared, load_data
 from sparsedp.cli.config import Config
 from sparsedp.cli.evaluate import evaluate_on, rank_items
+from sparsedp.cli.files import locked
+from sparsedp.cli.runfolder import RunFolder
 from sparsedp.cli.train import run_training
 from sparsedp.data import HeldOutItems
-from sparsedp.errors import SparseDPError, SparseDPWarning
+from sparsedp.errors import SparseDPError, SparseDPWarning, one_line
 
 ERROR_FILE = "error.txt"
 
@@ -65,9 +67,10 @@ class DataCache:
 def perform(job: Job, cache: DataCache, should_stop: Callable[[], bool]) -> Outcome:
     """One run, into its folder, which is emptied before. What goes wrong is written into it as error.txt."""
     started = time.monotonic()
-    if job.folder.exists():
-        shutil.rmtree(job.folder)
     try:
+        if job.folder.exists():
+            with locked(RunFolder(job.folder).private):
+                shutil.rmtree(job.folder)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", SparseDPWarning)
 
@@ -84,16 +87,20 @@ def perform(job: Job, cache: DataCache, should_stop: Callable[[], bool]) -> Outc
                 at_end=at_end,
             )
     except Exception as error:
-        text = str(error) if isinstance(error, (SparseDPError, OSError)) else f"{type(error).__name__}: {error}"
+        text = one_line(error)
         _note_error(job, text, traceback.format_exc())
         return Outcome(job.id, "failed", text, time.monotonic() - started)
+    if result.failure is not None:
+        _note_error(job, result.failure)
+        return Outcome(job.id, "failed", result.failure, time.monotonic() - started)
     return Outcome(job.id, "done" if result.finished else "stopped", None, time.monotonic() - started)
 
 
 def _note_error(job: Job, text: str, more: str = "") -> None:
     """The error in the first line, where it came from after it."""
-    job.folder.mkdir(parents=True, exist_ok=True)
-    (job.folder / ERROR_FILE).write_text(f"{' '.join(text.split())}\n\n{more}")
+    private = RunFolder(job.folder).private
+    private.mkdir(parents=True, exist_ok=True)
+    (private / ERROR_FILE).write_text(f"{text}\n\n{more}")
 
 
 def evaluate_halves(config: Config, parts: Prepared) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -46,20 +47,21 @@ class Coefficients:
     def has_momentum(self) -> bool:
         return self.gv != 0
 
-    def pull_back(self) -> tuple[float, float] | None:
-        """What to add to (w, v) before a step per unit of its gradient: A^-1 b. None where A cannot be inverted well.
+    def pull_back(self) -> float | None:
+        """What to add to w before a step without momentum, per unit of its gradient: b / A. None where A is close to 0.
 
         A row that is touched in a step takes its gradient in this way and stays where it was in time, so that the noise of
         that step is settled together with that of later ones.
         """
-        if not self.has_momentum:
-            return None if abs(self.ww) < 1e-3 else (self.gw / self.ww, 0.0)
-        determinant = self.ww * self.vv - self.wv * self.vw
-        if abs(determinant) < 1e-3:
-            return None
+        return None if abs(self.ww) < 1e-3 else self.gw / self.ww
+
+    def take(self, w: Tensor, v: Tensor | None, gradient: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Row and momentum after this step with a gradient; without momentum v may be None."""
+        if v is None:
+            return self.ww * w + self.gw * gradient, None
         return (
-            (self.vv * self.gw - self.wv * self.gv) / determinant,
-            (self.ww * self.gv - self.vw * self.gw) / determinant,
+            self.ww * w + self.wv * v + self.gw * gradient,
+            self.vw * w + self.vv * v + self.gv * gradient,
         )
 
 
@@ -75,6 +77,7 @@ class Pace:
         self.steps = 0
         self.has_momentum = False
         self.drifts = False  # whether weight decay or momentum move rows that nothing touches
+        self.reach = 0.0, 0.0  # what a unit of noise did to (w, v) at once, in the latest step in which it did anything
         self._phi = np.empty((4, window))  # ww, wv, vw, vv for each t0
         self._noise = np.empty((3, window))  # C: ww, wv, vv
 
@@ -84,12 +87,13 @@ class Pace:
 
     def restart(self) -> None:
         """All rows are settled."""
-        self.steps, self.has_momentum, self.drifts = 0, False, False
+        self.steps, self.has_momentum, self.drifts, self.reach = 0, False, False, (0.0, 0.0)
 
     def advance(self, step: Coefficients) -> None:
         assert not self.full, "all rows must be settled first"
         self.has_momentum |= step.has_momentum
         self.drifts |= step.has_momentum or step.ww != 1
+        self.reach = abs(step.gw) or self.reach[0], abs(step.gv) or self.reach[1]
         self._phi[:, self.steps] = 1.0, 0.0, 0.0, 1.0
         self._noise[:, self.steps] = 0.0
         self.steps += 1
@@ -124,10 +128,6 @@ class Pace:
         a, b, c = self._noise[:, since]
         root = np.sqrt(a)
         below = np.divide(b, root, out=np.zeros_like(b), where=root > 0)
-        return np.stack([root, below, np.sqrt(np.maximum(c - below**2, 0.0))])
-
-    def impulse(self, steps: list[Coefficients], at: int) -> tuple[float, float]:
-        """What a unit of noise in step `at` has become by now, in (w, v): A_(t-1) ... A_(at+1) b_at."""
-        ww, wv, vw, vv = self._phi[:, at + 1] if at + 1 < self.steps else (1.0, 0.0, 0.0, 1.0)
-        b = steps[at]
-        return ww * b.gw + wv * b.gv, vw * b.gw + vv * b.gv
+        rest = c - below**2
+        # After one step w says what v is. What rounding left of it must not look like noise of v's own.
+        return np.stack([root, below, np.sqrt(np.where(rest > 1e-12 * c, rest, 0.0))])

@@ -18,16 +18,23 @@ from torch.optim import SGD
 
 from sparsedp.capture import kernels
 from sparsedp.errors import SparseDPError, UnsupportedError
+from sparsedp.grid import grid_of, round_to
 from sparsedp.lazy.pace import Coefficients, Pace
-from sparsedp.noise import RandomKey, add_row_normals, row_normals
+from sparsedp.noise import RandomKey, add_row_normals, move_row_pairs, row_normals
 from sparsedp.threads import on_all_cores, split
 
 # Elements of a table that are settled together, and from how many on a progress bar is shown.
 _CHUNK, _LONG = 1 << 21, 1 << 27
 # Threads share the rows of a lookup only if they are many times what is worth a thread elsewhere: measured so.
 _SHARED = 16
-# Purposes of a table's key: the noise of one step, the noise of several in one draw, and its part for the momentum.
-STEP, _AGGREGATED, _MOMENTUM = 0, 1, 2
+# The finest grid of weights: a schedule may end at learning rates of which float32 could not hold a step anyway.
+_FINEST = 2.0**-100
+# So much finer the grid of weights may become from one step to the next, without momentum: the noise of the step is then
+# still several times the old grid, and nobody sees which rows had been rounded to it.
+_REFINED = 2.0**-8
+# Purposes of a table's key: the noise of one step, the noise of several in one draw, its part for the momentum, and the
+# noise of one step on the rows that it touches.
+STEP, _AGGREGATED, _MOMENTUM, _TOUCHED = 0, 1, 2, 3
 
 
 @dataclass
@@ -49,7 +56,7 @@ class _Group:
     tables: dict[str, _Table]
     first: int  # the run's step at which the pace began
     pace: Pace = field(default_factory=Pace)
-    steps: list[Coefficients] = field(default_factory=list)  # of the pace; kept if noise is not aggregated
+    steps: list[Coefficients] = field(default_factory=list)  # of the pace
 
     @property
     def coefficients(self) -> Coefficients:
@@ -176,17 +183,20 @@ class LazyTables:
     # ------------------------------------------------------------------ settling rows
 
     @contextmanager
-    def _settling(self, table: _Table) -> Iterator[None]:
-        """Around claiming rows and moving them: if that is interrupted, nothing can be read any more.
-
-        Settling is no change of the weights: to whoever reads them, they always had this noise.
-        """
-        with torch._C.DisableTorchFunctionSubclass():
-            weight = table.parameter.detach()
-        with self._lock, _unsafe_preserve_version_counter(weight):
+    def _moving(self) -> Iterator[None]:
+        """Around claiming rows and moving them: if that is interrupted, nothing can be read any more."""
+        with self._lock:
             self.broken = True
             yield
             self.broken = False
+
+    @contextmanager
+    def _settling(self, table: _Table) -> Iterator[None]:
+        """Settling is no change of the weights: to whoever reads them, they always had this noise."""
+        with torch._C.DisableTorchFunctionSubclass():
+            weight = table.parameter.detach()
+        with _unsafe_preserve_version_counter(weight), self._moving():
+            yield
 
     def _require_whole(self) -> None:
         with self._lock:  # another thread may be settling
@@ -209,37 +219,67 @@ class LazyTables:
         with torch._C.DisableTorchFunctionSubclass():
             weight = table.parameter.detach()
             momentum = self._momentum(table) if group.pace.has_momentum else None
-            if group.pace.drifts:
-                _drift(group.pace.transition(before), weight, momentum, rows)
-            if self._std == 0:
-                return
-            if self._aggregate:
-                self._add_aggregated(group, table, weight, momentum, rows, before)
+            if not self._aggregate:
+                self._settle_by_step(group, table, weight, momentum, rows, before)
+            elif self._std == 0:
+                if group.pace.drifts:
+                    _drift(group.pace.transition(before), weight, momentum, rows)
             else:
-                self._add_one_by_one(group, table, weight, momentum, rows, before)
+                self._settle_at_once(group, table, weight, momentum, rows, before)
 
-    def _add_aggregated(
+    def _settle_at_once(
         self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor | None, rows: Tensor, since: np.ndarray
     ) -> None:
-        """One draw with the variance, or covariance, of all steps that are pending."""
-        now = group.first + group.pace.steps
-        deviation = group.pace.deviation(since)
-        shared = self._key().child(_AGGREGATED, table.index, now)
-        add_row_normals(shared, weight, rows, self._std * deviation[0])
+        """One draw with the variance, or covariance, of all steps that are pending; the result is rounded to a grid."""
+        now, grids = group.first + group.pace.steps, self._grids(group)
+        drift, std = group.pace.transition(since), self._std * group.pace.deviation(since)
+        key = self._key().child(_AGGREGATED, table.index, now)
         if momentum is not None:
-            add_row_normals(shared, momentum, rows, self._std * deviation[1])
-            add_row_normals(self._key().child(_MOMENTUM, table.index, now), momentum, rows, self._std * deviation[2])
+            own = self._key().child(_MOMENTUM, table.index, now)
+            move_row_pairs((key, own), weight, momentum, rows, drift, std, grids)
+        elif grids[0]:  # otherwise the learning rate was 0
+            add_row_normals(key, weight, rows, std[0], grids[0], drift[0] if group.pace.drifts else None)
 
-    def _add_one_by_one(
+    def _grids(self, group: _Group) -> tuple[float, float]:
+        """The grids of settled weights and momenta, by the noise of one step: all that is pending has at least as much.
+
+        They depend on the present alone. By how many steps a row waited for, its grid would tell when it was touched.
+        """
+        weight, momentum = (grid_of(self._std * reach) for reach in group.pace.reach)
+        return weight and max(weight, _FINEST), momentum and max(momentum, _FINEST)
+
+    def _refines(self, group: _Group, step: Coefficients) -> bool:
+        """Whether a step's grid of weights is so much finer than the one before that rows on the old one would stand out.
+
+        They are those that were read for this step. So all rows have to be on it. With momentum w' + lr v' is w from before
+        the step, without its noise: no difference is too small to see.
+        """
+        before, after = self._grids(group)[0], grid_of(self._std * abs(step.gw))
+        if not self._aggregate or not before or not after:
+            return False
+        return max(after, _FINEST) < before * (1.0 if step.has_momentum else _REFINED)
+
+    def _settle_by_step(
         self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor | None, rows: Tensor, since: np.ndarray
     ) -> None:
         """The noise of each pending step, as eager DP-SGD would have drawn it."""
         for step in range(int(since.min()), group.pace.steps):
             mine = rows[torch.from_numpy(since <= step)]
-            noise = row_normals(self._key().child(STEP, table.index, group.first + step), mine, weight)
-            for state, share in zip((weight, momentum), group.pace.impulse(group.steps, step)):
-                if state is not None:
-                    kernels.move_rows(state, mine, noise, self._std * share)
+            self._take_step(group, table, weight, momentum, mine, step, None)
+
+    def _take_step(
+        self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor | None, rows: Tensor, step: int,
+        sums: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Moves rows by one step of the pace, with its noise and the sums of their gradients, rounded together."""
+        total = torch.zeros_like(weight[rows]) if sums is None else sums
+        if self._std > 0:
+            noise = row_normals(self._key().child(STEP, table.index, group.first + step), rows, weight)
+            total = round_to(self._std * noise.double() + total, grid_of(self._std)).to(weight)
+        moved = group.steps[step].take(weight[rows], None if momentum is None else momentum[rows], total)
+        for state, values in zip((weight, momentum), moved):
+            if state is not None and values is not None:
+                state[rows] = values
 
     def _make_momentum(self, group: _Group, table: _Table) -> None:
         """Once, and not by each of several threads."""
@@ -267,10 +307,10 @@ class LazyTables:
         """
         for group in self._groups:
             step = group.coefficients
-            if any(name in trained for name in group.tables) and step.pull_back() is None:
+            if any(name in trained for name in group.tables) and not step.has_momentum and step.pull_back() is None:
                 raise UnsupportedError(
-                    "LazyDP cannot take a step with a learning rate times weight decay close to 1, or with a momentum close "
-                    "to 0 but not 0. Change one of them."
+                    "LazyDP cannot take a step without momentum and with a learning rate times weight decay close to 1. "
+                    "Change one of them."
                 )
             falling_asleep = [name for name, table in group.tables.items() if table.awake and name not in trained]
             self.settle_all(falling_asleep)
@@ -279,6 +319,8 @@ class LazyTables:
             if group.pace.full or (starts and group.pace.steps):
                 self.settle_all(group.tables)
                 self._restart(group)
+            elif self._refines(group, step):
+                self.settle_all(group.tables)
             for name, table in group.tables.items():
                 if name in trained and not table.awake:
                     table.since.fill_(group.pace.steps)
@@ -286,16 +328,44 @@ class LazyTables:
                 table.awake = name in trained
 
     def apply(self, name: str, rows: Tensor, values: Tensor) -> None:
-        """Lets rows that were settled before this step take its gradients, without noise."""
+        """Lets rows that were settled before this step take its gradients. `advance` has counted it already.
+
+        With momentum they take its noise, too: w and v would otherwise be rounded apart while they wait, by as much as
+        their sums decide, and after one step w tells v but for rounding.
+        """
         group = self._group_of[name]
         table = group.tables[name]
-        pulled = group.coefficients.pull_back()
-        assert pulled is not None and table.awake
+        assert table.awake
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            if pulled[0]:
-                kernels.move_rows(table.parameter.detach(), rows, values, pulled[0])
-            if pulled[1]:
-                kernels.move_rows(self._momentum(table), rows, values, pulled[1])
+            weight = table.parameter.detach()
+            if self._aggregate and not group.pace.has_momentum:
+                pulled = group.coefficients.pull_back()
+                assert pulled is not None  # `begin` refuses it
+                if pulled:
+                    kernels.move_rows(weight, rows, values, pulled)
+                return
+            momentum = self._momentum(table) if group.pace.has_momentum else None
+            step, sums = group.pace.steps - 1, values.reshape(len(rows), *weight.shape[1:])
+            with self._moving():
+                claimed = kernels.claim(table.since, rows, group.pace.steps)
+                assert claimed is not None and bool((claimed[1] == step).all()), "rows must be settled before a step"
+                if momentum is None or not self._aggregate or self._std == 0:
+                    self._take_step(group, table, weight, momentum, rows, step, sums)
+                else:
+                    pieces = split(len(rows), table.width // _SHARED)
+                    on_all_cores(
+                        lambda part: self._take_pairs(group, table, weight, momentum, rows[part], sums[part]), pieces
+                    )
+
+    def _take_pairs(
+        self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor, rows: Tensor, sums: Tensor
+    ) -> None:
+        """One step of touched rows and their momenta."""
+        own, now = group.coefficients, group.first + group.pace.steps
+        drift = np.tile(np.array([[own.ww], [own.wv], [own.vw], [own.vv]]), len(rows))
+        std = np.tile(self._std * np.array([[own.gw], [own.gv], [0.0]]), len(rows))
+        key = self._key().child(_TOUCHED, table.index, now)
+        move_row_pairs((key, key), weight, momentum, rows, drift, std, self._grids(group), sums / self._std)
 
     def advance(self) -> None:
         """Takes a step: all rows are owed its noise."""
@@ -303,8 +373,7 @@ class LazyTables:
             if not group.tables:
                 continue
             step = group.coefficients
-            if not self._aggregate:
-                group.steps.append(step)
+            group.steps.append(step)
             group.pace.advance(step)
 
 

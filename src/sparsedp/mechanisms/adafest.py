@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -66,6 +66,10 @@ class AdaFEST(Mechanism):
     ) -> dict[str, Tensor]:
         return {} if self.preselect is None else self.preselect.prepare(tables, count, key, memory)
 
+    def refuse_tables(self, names: Collection[str]) -> None:
+        if self.preselect is not None:
+            self.preselect.refuse_tables(names)
+
     def setup_event(self) -> dp_accounting.DpEvent | None:
         return None if self.preselect is None else self.preselect.setup_event()
 
@@ -82,6 +86,6 @@ class AdaFEST(Mechanism):
             rows, size = torch.searchsorted(within, rows), within.numel()
         std = split_multiplier(step.noise_multiplier, self.noise_ratio)[0] * self.map_clip
         kept = torch.from_numpy(
-            draw_survivors(rows.numpy(), values.numpy(), size, self.threshold, std, step.key.numpy(0))
+            draw_survivors(rows.numpy(), values.numpy(), size, self.threshold, std, step.key.generator(0))
         )
         return space.split(kept if within is None else within[kept])

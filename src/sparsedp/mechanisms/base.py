@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
@@ -88,6 +88,9 @@ class Mechanism(ABC):
     def step_event(self, noise_multiplier: float, sample_rate: float) -> dp_accounting.DpEvent:
         """The privacy event of one step."""
         return gaussian_step(noise_multiplier, sample_rate)
+
+    def refuse_tables(self, names: Collection[str]) -> None:  # noqa: B027
+        """Raises `UnsupportedError` if the mechanism cannot train tables with these names, before anything is charged."""
 
     def setup_event(self) -> dp_accounting.DpEvent | None:
         """The privacy event of one `prepare`, such as a selection of rows; None if it costs nothing."""

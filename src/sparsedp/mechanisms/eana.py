@@ -51,7 +51,7 @@ def eana_renyi_bound(alpha: int, *, min_count: int, max_rows: int, gradient_boun
     """
     if not isinstance(alpha, int) or not 2 <= alpha <= min_count:
         raise ValueError(f"alpha must be a whole number from 2 to min_count ({min_count}), not {alpha!r}")
-    if max_rows < 1 or gradient_bound < 0 or noise_std <= 0:
+    if not (max_rows >= 1 and gradient_bound >= 0 and noise_std > 0):  # nor NaN
         raise ValueError("max_rows must be at least 1, gradient_bound not negative, noise_std positive")
     left = min_count + 1 - alpha
     shift = alpha * gradient_bound**2 / (2 * left * noise_std**2)

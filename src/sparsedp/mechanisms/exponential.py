@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsedp.accounting import ExponentialMechanismDpEvent
 from sparsedp.capture import Captured, RowSpace, RowSparse
+from sparsedp.generator import CipherGenerator
 from sparsedp.mechanisms.base import Mechanism, Step
 
 
@@ -56,7 +57,7 @@ class ExponentialSelection(Mechanism):
         space = RowSpace.of(step.tables)
         rows, norms = _row_norms(batch, space, step)
         scores = norms * (self.epsilon / self.k) / (2 * step.clipping.max_norm)
-        return space.split(torch.from_numpy(top_k_gumbel(rows, scores, space.size, self.k, step.key.numpy(0))))
+        return space.split(torch.from_numpy(top_k_gumbel(rows, scores, space.size, self.k, step.key.generator(0))))
 
 
 def _row_norms(batch: Sequence[Captured], space: RowSpace, step: Step) -> tuple[np.ndarray, np.ndarray]:
@@ -86,7 +87,7 @@ def _row_norms(batch: Sequence[Captured], space: RowSpace, step: Step) -> tuple[
     return np.concatenate(rows), np.concatenate(found)
 
 
-def top_k_gumbel(rows: np.ndarray, scores: np.ndarray, size: int, k: int, generator: np.random.Generator) -> np.ndarray:
+def top_k_gumbel(rows: np.ndarray, scores: np.ndarray, size: int, k: int, generator: CipherGenerator) -> np.ndarray:
     """The k rows of 0..size-1 with the largest score + Gumbel noise, ascending; rows not in `rows` (ascending) score 0.
 
     The same law as noise on all rows, in time proportional to `rows` and k: Gumbel noise is -log of an exponential
@@ -94,15 +95,11 @@ def top_k_gumbel(rows: np.ndarray, scores: np.ndarray, size: int, k: int, genera
     """
     k = min(k, size)
     rest = size - len(rows)
-    own = scores + generator.gumbel(size=len(scores))
+    own = scores + generator.gumbel(len(scores))
     few = min(k, rest)
     others = -np.log(np.cumsum(generator.standard_exponential(few) / (rest - np.arange(few))))
     order = np.argsort(-np.concatenate([own, others]), kind="stable")[:k]
     touched = rows[order[order < len(own)]]
-    picked = (
-        np.sort(generator.choice(rest, len(order) - len(touched), replace=False, shuffle=False))
-        if rest
-        else np.empty(0, int)
-    )
+    picked = generator.choice(rest, len(order) - len(touched))
     shift = np.searchsorted(rows - np.arange(len(rows)), picked, side="right")
     return np.sort(np.concatenate([touched, picked + shift]))

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, get_args
 
@@ -17,7 +17,9 @@ from torch import Tensor
 
 from sparsedp.accounting import ExponentialMechanismDpEvent, calibrate
 from sparsedp.capture import Captured, RowSpace
-from sparsedp.errors import SparseDPWarning
+from sparsedp.errors import SparseDPWarning, UnsupportedError
+from sparsedp.generator import CipherGenerator
+from sparsedp.grid import grid_of, round_to
 from sparsedp.mechanisms.base import Count, Frequencies, Mechanism, Step
 from sparsedp.noise import RandomKey
 
@@ -36,7 +38,9 @@ class FEST(Mechanism):
       scale is calibrated for k picks (the paper's Algorithm 2, with scale 1/epsilon, costs about sqrt(k) times its
       epsilon).
 
-    split "global" takes the k largest of all tables together; "tables" takes k / (number of tables) from each, as the paper.
+    split "global" takes the k largest of all tables together; "tables" takes k / (number of tables), rounded down, from each,
+    as the paper; a table with fewer rows gives all of them. So k is the most that is ever picked, which is what "gumbel" is
+    charged for, and with "tables" it must be at least the number of tables.
     `inputs(batch)` gives the arguments of the module for a batch of the loader; by default all but the last element.
 
     `frequencies` is for streams (section 4.3): those of "all" data, of the "first" span, or "running". Running
@@ -97,15 +101,15 @@ class FEST(Mechanism):
         space = RowSpace.of(tables)
         if not space.names:
             return {}
-        scores = self._scores(space, count, key.numpy(0))
+        share = self._share(len(space.names))
+        scores = self._scores(space, count, key.generator(0))
         if self.frequencies == "running" and memory is not None:
             for name in scores:
                 if name in memory:
                     scores[name] = scores[name] + memory[name].numpy()
                 memory[name] = torch.from_numpy(scores[name])
         if self.split == "tables":
-            each = max(1, self.k // len(space.names))
-            return {name: _top(score, each) for name, score in scores.items()}
+            return {name: _top(score, share) for name, score in scores.items()}
         chosen = space.split(_top(np.concatenate([scores[name] for name in space.names]), self.k))
         empty = [name for name, rows in chosen.items() if rows.numel() == 0]
         if empty:
@@ -117,26 +121,46 @@ class FEST(Mechanism):
             )
         return chosen
 
-    def _scores(self, space: RowSpace, count: Count, generator: np.random.Generator) -> dict[str, np.ndarray]:
+    def refuse_tables(self, names: Collection[str]) -> None:
+        if names:
+            self._share(len(names))
+
+    def _share(self, tables: int) -> int:
+        """The most rows that are taken of one table. Of all tables together it is never more than k, which is charged."""
+        if self.split == "global":
+            return self.k
+        if self.k < tables:
+            raise UnsupportedError(
+                f"FEST(k={self.k}, split='tables') is to take k / (number of tables) rows of each of {tables} tables, which is "
+                f"less than one. Raise k to {tables} or more, or use split='global', which takes the k most frequent rows of "
+                "all tables together."
+            )
+        return self.k // tables
+
+    def _scores(self, space: RowSpace, count: Count, generator: CipherGenerator) -> dict[str, np.ndarray]:
         if self.counts is not None:
             return {name: self._public(name, size) for name, size in zip(space.names, space.sizes)}
         scale = _selection_event(self.method, self.k, self.epsilon, self.delta)[1]
-        if self.method == "gaussian":
-            counted = count(self.count_clip)
-            draw: Callable[[int], np.ndarray] = lambda n: scale * self.count_clip * generator.standard_normal(n)  # noqa: E731
-        else:
-            counted = count(None)
-            draw = lambda n: generator.gumbel(scale=scale, size=n)  # noqa: E731
+        counted = count(self.count_clip if self.method == "gaussian" else None)
+        draw = generator.standard_normal if self.method == "gaussian" else generator.gumbel
+        std = scale * self.count_clip if self.method == "gaussian" else scale
+        # Frequencies with Gaussian noise are released: their sums so far are kept, and a checkpoint holds them. Of those with
+        # Gumbel noise only the names of the largest are.
+        grid = grid_of(std) if self.method == "gaussian" else 0.0
+        noisy = {name: std * draw(size) for name, size in zip(space.names, space.sizes)}
         return {
-            name: counted[name].numpy() + draw(size) if name in counted else draw(size)
-            for name, size in zip(space.names, space.sizes)
+            name: round_to(counted[name].numpy() + noise if name in counted else noise, grid)
+            for name, noise in noisy.items()
         }
 
     def _public(self, name: str, size: int) -> np.ndarray:
         assert self.counts is not None
         if name not in self.counts or len(self.counts[name]) != size:
             raise ValueError(f"counts has no {size} frequencies for table '{name}'")
-        return np.asarray(self.counts[name], dtype=np.float64)
+        counts = np.asarray(self.counts[name], dtype=np.float64)
+        if np.isnan(counts).any():  # which would sort as the largest
+            raise ValueError(f"counts has NaN among the frequencies for table '{name}'")
+        return counts
 
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         return {name: step.prepared[name] for name in step.tables}

@@ -22,15 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsedp.errors import SparseDPError
+from sparsedp.generator import CipherGenerator
 from sparsedp.noise import RandomKey
 
 
 class CandidateSampler:
     """Draws `count` negatives from `probabilities` over the rows of a table (public; by default uniform).
 
-    Its generator is its own, seeded by the operating system. The guarantee takes negatives to be independent from unit to
-    unit and not known to the reader of the model, so a `generator` with a known seed is for tests. With `shared`, all
-    positions of a unit have the same negatives: fewer touched rows.
+    They come from the stream cipher, under a key of its own from the operating system. The guarantee takes negatives to be
+    independent from unit to unit and not known to the reader of the model, so a `generator` of one's own, torch's or
+    `RandomKey.from_seed(seed).generator()`, is for tests. With `shared`, all positions of a unit have the same negatives:
+    fewer touched rows.
     """
 
     def __init__(
@@ -40,14 +42,14 @@ class CandidateSampler:
         probabilities: Tensor | None = None,
         *,
         shared: bool = False,
-        generator: torch.Generator | None = None,
+        generator: CipherGenerator | torch.Generator | None = None,
     ) -> None:
         if rows < 1 or count < 1:
             raise ValueError(f"{rows=} and {count=} must be at least 1")
         self.rows, self.count, self.shared = rows, count, shared
         self._probabilities = None if probabilities is None else _normalised(probabilities, rows)
         self._cumulative = None if self._probabilities is None else self._probabilities.cumsum(0)
-        self._generator = RandomKey.from_os().torch() if generator is None else generator
+        self._generator = RandomKey.from_os().generator() if generator is None else generator
         self._process = os.getpid()
 
     def __call__(self, target: Tensor) -> Tensor:
@@ -59,7 +61,7 @@ class CandidateSampler:
             )
         lead = target.shape[:1] + (1,) * (target.ndim - 1) if self.shared else target.shape
         # float64: float32 has 2^24 values in [0, 1), fewer than large tables have rows.
-        uniform = torch.rand((*lead, self.count), generator=self._generator, dtype=torch.float64)
+        uniform = _uniform((*lead, self.count), self._generator)
         if self._cumulative is None:
             negatives = (uniform * self.rows).long()
         else:
@@ -75,6 +77,12 @@ class CandidateSampler:
         if not (drawn > 0).all():
             raise ValueError("log_expected: a candidate has probability 0. Every row that can be a target needs some.")
         return drawn.log().float()
+
+
+def _uniform(shape: tuple[int, ...], generator: CipherGenerator | torch.Generator) -> Tensor:
+    if isinstance(generator, CipherGenerator):
+        return torch.from_numpy(generator.random(shape))
+    return torch.rand(shape, generator=generator, dtype=torch.float64)
 
 
 def _normalised(probabilities: Tensor, rows: int) -> Tensor:

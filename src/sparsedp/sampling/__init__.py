@@ -1,5 +1,6 @@
 """Which units meet in a batch: Poisson or shuffled sampling, micro-batches, empty batches, streams by period."""
 
+from sparsedp.sampling.collate import collate_anew, is_repeatable
 from sparsedp.sampling.draws import BatchInfo
 from sparsedp.sampling.loader import PrivateLoader, private_loader
 from sparsedp.sampling.poisson import poisson_indices
@@ -12,6 +13,8 @@ __all__ = [
     "Stream",
     "StreamPlan",
     "Users",
+    "collate_anew",
+    "is_repeatable",
     "owners_of",
     "poisson_indices",
     "private_loader",

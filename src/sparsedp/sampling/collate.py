@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from itertools import islice
@@ -11,60 +10,109 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
-from sparsedp.errors import SparseDPWarning, UnsupportedError
+from sparsedp.errors import SparseDPError, SparseDPWarning, UnsupportedError
+from sparsedp.sampling.layout import BatchLayout, Step, are_offsets, as_rows, counted_rows, equal_batches, layout_of
 
 _TRIED = 32  # examples on which a collate function is tried
 _BESIDE = 8  # likewise, where all but one stay the same
 
 
-def empty_batch(dataset: Any, collate: Callable[[Any], Any]) -> Any:
+def empty_batch(dataset: Any, collate: Callable[[Any], Any], layout: BatchLayout) -> Any:
     """What `collate` would return for no examples: the structure and dtypes of its batches, sizes at n = 0.
 
     Every size is extrapolated linearly from a batch of one and a batch of two: size(0) = 2 size(1) - size(2).
     So [n, d] gives [0, d], concatenated values give [0] and offsets with the last one included give [1].
-    Tensors hold zeros: of the example that was read, only shapes get out. Python ints count as sizes.
+    Tensors hold zeros: of the example that was read, only shapes get out. Python ints count as sizes. What `layout` knows to
+    be the same for every batch is as in every batch.
     """
-    return _shrink(collate(_fetch(dataset, [0])), collate(_fetch(dataset, [0, 0])))
+    constants = {entry.steps: entry.values[0] for entry in layout.constants}
+    return _shrink(collate(_fetch(dataset, [0])), collate(_fetch(dataset, [0, 0])), constants)
 
 
-def refuse_mixing(dataset: Any, collate: Callable[[Any], Any]) -> None:
-    """Raises if `collate` is seen to make an example's row of other examples too, such as in-batch negatives.
+def examine(dataset: Any, collate: Callable[[Any], Any], public: Sequence[str] = ()) -> BatchLayout:
+    """How `collate` lays out a batch; raises if it is seen to let examples depend on each other.
 
-    One of some examples is exchanged for others: in what has one row per example, no more than one row may change. What
-    cannot be judged passes: a collate function or a data set that makes other rows each time, or that fails here (with a
-    warning), and what changes its shape.
+    - In what has one row per example, exchanging one of some examples for others may change no more than one row, and
+      leaving one out may take no more than one away: in-batch negatives, batch statistics.
+    - What has no axis of examples must be the same in all of these batches, or be declared `public` (`layout_of`).
+
+    What cannot be judged passes: a collate function or a data set that makes other rows each time, or that fails here (with
+    a warning), and rows that change their shape. Batches of default_collate have nothing but rows of examples.
     """
-    size = len(dataset)
-    places = np.unique(np.linspace(0, size - 1, min(size, _BESIDE)).astype(int)).tolist()
-    others = list(islice((place for place in range(size) if place not in places), 3))
-    if collate is default_collate or len(places) < 3 or not others:
-        return
+    if collate is default_collate:
+        return BatchLayout()
+    places, others = _places(len(dataset))
+    exchanged = [[*places[:-1], other] for other in others[:3]]
+    tried = [places, places, *exchanged, places[1:], (others + places[::-1])[: len(places) - 2]]
     try:
         with torch.random.fork_rng(devices=[]):
-            before, again, *changed = (
-                list(_arrays(collate(_fetch(dataset, [*places[:-1], last]))))
-                for last in (places[-1], places[-1], *others)
-            )
+            batches = [collate(_fetch(dataset, chosen)) for chosen in tried]
     except Exception as error:  # such as of a data set that only workers can read
         warnings.warn(
             f"Whether collate_fn keeps examples apart was not seen, because it could not be tried here: {error!r}",
             SparseDPWarning,
             stacklevel=2,
         )
-        return
-    if not all(map(np.array_equal, before, again)):
-        return
-    for other in changed:
-        for one, two in zip(before, other):
-            if one.shape == two.shape and one.shape[:1] == (len(places),) and (_rows(one) - _rows(two)).total() > 1:
-                raise UnsupportedError(
-                    "collate_fn makes rows of an example from other examples of the batch (in-batch negatives?): with one "
-                    "example exchanged, rows of others changed. A unit's gradient would then depend on other units, and "
-                    "clipping would not bound what one of them does. Make each row of its own example alone; "
-                    "sparsedp.nn.CandidateSampler draws negatives from the vocabulary."
-                )
+        return BatchLayout()
+    entries, constants = layout_of(batches, [len(chosen) for chosen in tried], public)
+    offsets = []
+    for entry in entries:
+        arrays = [array for array in map(as_rows, entry.values) if array is not None]
+        if len(arrays) != len(tried) or not np.array_equal(arrays[0], arrays[1]):
+            continue
+        before, _, *changed, without, _ = arrays
+        moved = before.shape[1:] == without.shape[1:] and not np.array_equal(before[1:], without)
+        lost = (counted_rows(before) - counted_rows(without)).total() if moved else 0
+        fixed = bool(changed) and all(np.array_equal(before, other) for other in changed)
+        if moved and (lost > 1 or fixed) and all(are_offsets(array) and not array[:1].any() for array in arrays):
+            offsets.append(entry)
+        elif lost > 1 or any(
+            before.shape == other.shape and (counted_rows(before) - counted_rows(other)).total() > 1
+            for other in changed
+        ):
+            raise UnsupportedError(
+                f"collate_fn makes rows of an example from other examples of the batch (in-batch negatives?): with one "
+                f"example exchanged or left out, rows of others changed in {entry.path}. A unit's gradient would then depend on "
+                "other units, and clipping would not bound what one of them does. Make each row of its own example alone; "
+                "sparsedp.nn.CandidateSampler draws negatives from the vocabulary."
+            )
+    return BatchLayout(tuple(constants), tuple(offsets))
+
+
+def _places(size: int) -> tuple[list[int], list[int]]:
+    """Some examples, at least three, if need be the same again; and others."""
+    places = np.unique(np.linspace(0, size - 1, min(size, _BESIDE)).astype(int)).tolist()
+    others = list(islice((place for place in range(size) if place not in places), 3))
+    return [places[i % len(places)] for i in range(max(3, len(places)))], others
+
+
+def is_repeatable(dataset: Any, collate: Callable[[Any], Any]) -> bool:
+    """Whether collating the same examples again gives the same batch: nothing in it is drawn at random."""
+    places, _ = _places(len(dataset))
+    with torch.random.fork_rng(devices=[]):
+        one, other = (collate(_fetch(dataset, places)) for _ in range(2))
+    return equal_batches(one, other)
+
+
+def collate_anew(loader: DataLoader, count: int, examined: bool) -> tuple[Any, list[Any]]:
+    """A batch of at most `count` examples, from all over the loader's data set, and a batch of each of them alone.
+
+    Raises as `examine` does, which it calls unless that was done before.
+    """
+    data: Any = list(islice(loader.dataset, count)) if isinstance(loader.dataset, IterableDataset) else loader.dataset
+    if len(data) < 2:
+        raise SparseDPError(f"At least 2 examples are needed to see whether units mix; data_loader= has {len(data)}.")
+    if not examined:
+        examine(data, loader.collate_fn)
+    if not is_repeatable(data, loader.collate_fn):
+        raise SparseDPError(
+            "The data set or collate_fn makes other values each time (negatives that are drawn, or masks?), so that a unit "
+            "alone cannot be compared with the same unit among others. Give check a batch instead of data_loader=."
+        )
+    places = np.unique(np.linspace(0, len(data) - 1, min(len(data), count)).astype(int)).tolist()
+    return loader.collate_fn(_fetch(data, places)), [loader.collate_fn(_fetch(data, [place])) for place in places]
 
 
 def refuse_reordering(dataset: Any, collate: Callable[[Any], Any]) -> None:
@@ -81,9 +129,9 @@ def refuse_reordering(dataset: Any, collate: Callable[[Any], Any]) -> None:
     pairs = [
         (one, other)
         for one, other in zip(ahead, back)
-        if one.shape[:1] == (len(places),) and one.shape == other.shape and not _offsets(one)
+        if one.shape[:1] == (len(places),) and one.shape == other.shape and not are_offsets(one)
     ]
-    if any(not np.array_equal(one[::-1], other) and _rows(one) == _rows(other) for one, other in pairs):
+    if any(not np.array_equal(one[::-1], other) and counted_rows(one) == counted_rows(other) for one, other in pairs):
         raise UnsupportedError(
             "collate_fn changes the order of its examples (it sorts them?), so that it is not known which example of a batch "
             "is which user's. Keep them in order, and mask what is padded instead."
@@ -111,15 +159,6 @@ def _arrays(batch: Any) -> Iterator[np.ndarray]:
             yield from _arrays(getattr(batch, f.name))
 
 
-def _offsets(array: np.ndarray) -> bool:
-    """Whether it ascends, as the offsets of bags and positions do: these do not turn around with the examples."""
-    return array.ndim == 1 and array.dtype.kind in "iu" and bool((np.diff(array.astype(np.int64)) >= 0).all())
-
-
-def _rows(array: np.ndarray) -> Counter[bytes]:
-    return Counter(row.tobytes() for row in np.ascontiguousarray(array))
-
-
 def _fetch(dataset: Any, places: Sequence[int]) -> Any:
     """The examples at `places`, in the way torch's loader fetches a batch."""
     if getattr(dataset, "__getitems__", None):
@@ -137,8 +176,14 @@ def _sizes(one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(_size(a, b) for a, b in zip(one, two))
 
 
-def _shrink(one: Any, two: Any) -> Any:
-    """The batch of zero examples, from the same example once (`one`) and twice (`two`)."""
+def _shrink(one: Any, two: Any, constants: Mapping[tuple[Step, ...], Any], at: tuple[Step, ...] = ()) -> Any:
+    """The batch of zero examples, from the same example once (`one`) and twice (`two`); `at` is where these are in it."""
+
+    def part(step: Step) -> Any:
+        return _shrink(step.of(one), step.of(two), constants, (*at, step))
+
+    if at in constants:
+        return constants[at]
     if type(one) is not type(two):
         raise _unknown(f"a value of type {type(one).__name__} for one example, {type(two).__name__} for two")
     if isinstance(one, torch.Tensor):
@@ -148,18 +193,18 @@ def _shrink(one: Any, two: Any) -> Any:
     if isinstance(one, np.ndarray):
         return np.zeros(_sizes(one.shape, two.shape), one.dtype)
     if isinstance(one, Mapping):
-        items = {key: _shrink(one[key], two[key]) for key in one if key in two}
+        items = {key: part(Step(key)) for key in one if key in two}
         try:
             return type(one)(items)  # type: ignore[call-arg]
         except TypeError:  # a mapping with a constructor of its own, such as defaultdict
             return items
+    if isinstance(one, tuple) and hasattr(one, "_fields"):
+        return type(one)(*(part(Step(name, True)) for name in one._fields))
     if isinstance(one, (tuple, list)):
         # As many elements for two examples as for one: the fields of a batch. Otherwise: one per example.
-        kept = [_shrink(a, b) for a, b in zip(one[: _size(len(one), len(two))], two)]
-        return type(one)(*kept) if hasattr(one, "_fields") else type(one)(kept)
+        return type(one)(part(Step(place)) for place in range(_size(len(one), len(two))))
     if is_dataclass(one) and not isinstance(one, type):
-        shrunk = {f.name: _shrink(getattr(one, f.name), getattr(two, f.name)) for f in fields(one)}
-        return type(one)(**shrunk)
+        return type(one)(**{f.name: part(Step(f.name, True)) for f in fields(one)})
     if isinstance(one, int) and not isinstance(one, bool):
         return _size(one, two)
     if one is None or isinstance(one, (bool, float, str, bytes)):

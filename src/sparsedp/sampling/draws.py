@@ -14,13 +14,15 @@ import torch
 from sparsedp.noise import RandomKey
 from sparsedp.sampling.poisson import poisson_indices
 from sparsedp.sampling.users import Users, owners_of, whole_users
+from sparsedp.sampling.workers import seed_globals
 
-# First elements of the paths of an epoch's permutation and of the workers' seeds. Poisson draws have the path (step,).
+# First element of the path of an epoch's permutation. Poisson draws have the path (step,).
 _SHUFFLE = 0
-_WORKERS = 1
 # Keys of their own, for which of their examples users bring to a batch, and to a count of the data.
 _EXAMPLES = 2
 _COUNTED = 3
+# And for what data sets draw: in the workers of a pass, in those of a count, and where there are no workers.
+_PASS, _COUNT, _FETCH = 4, 5, 6
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,9 @@ class BatchInfo:
     span: int | None = None  # of the stream, whose units alone were sampled from; None without a stream
     # int64 (examples,): which of this batch's units each of its examples belongs to; None: example i is unit i.
     owners: torch.Tensor | None = field(default=None, compare=False)
+    # Tensors of the batch with an entry for each example, which other examples decide: where bags begin.
+    offsets: tuple[torch.Tensor, ...] = field(default=(), compare=False)
+    constants: tuple[torch.Tensor, ...] = field(default=(), compare=False)  # the same in every batch
 
     @property
     def examples(self) -> int:
@@ -86,18 +91,31 @@ class Draws:
         """The batches of a span from its `first` on, as places in the span; batch 0 is that of step `step`."""
         if self.poisson:
             for position in range(first, span.steps):
-                yield poisson_indices(self.key.numpy(step + position), span.size, self.batch_size / span.size)
+                yield poisson_indices(self.key.generator(step + position), span.size, self.batch_size / span.size)
             return
         path = (_SHUFFLE, epoch, span.number) if span.number else (_SHUFFLE, epoch)
-        order = self.key.numpy(*path).permutation(span.size) if self.shuffle else None
+        order = self.key.generator(*path).permutation(span.size) if self.shuffle else None
         for position in range(first, span.steps):
             begin = position * self.batch_size
             batch = np.arange(begin, min(begin + self.batch_size, span.size))
             yield batch if order is None else order[batch]
 
-    def worker_generator(self, start: Place) -> torch.Generator:
-        """What seeds the workers of a pass that begins at `start`."""
-        return self.key.torch(_WORKERS, start.step)
+    def worker_key(self, start: Place, counting: bool = False) -> RandomKey:
+        """Of what the workers of a pass over the batches from `start` on draw, or those of a count of the data there."""
+        return self.key.child(_COUNT if counting else _PASS, start.step)
+
+    def seeded(self, start: Place, infos: deque[BatchInfo]) -> Iterator[list[int]]:
+        """As `physical`, for data that are fetched in this process: the global generators have secret states at each fetch.
+
+        They are a function of the key and the batch, so that a resumed run draws the same.
+        """
+        step, source = -1, self.key.child(_FETCH).generator()
+        for indices in self.physical(start, infos):
+            if infos[-1].step != step:
+                step = infos[-1].step
+                source = self.key.child(_FETCH).generator(step)
+            seed_globals(source)
+            yield indices
 
     def physical(self, start: Place, infos: deque[BatchInfo]) -> Iterator[list[int]]:
         """Indices of the physical batches from `start` on, for torch's machinery, which may run ahead.
@@ -118,7 +136,7 @@ class Draws:
 
     def _of_users(self, users: Users, drawn: np.ndarray, step: int, infos: deque[BatchInfo]) -> Iterator[list[int]]:
         """The physical batches of one logical batch of users: each user is in one of them, with all that they bring."""
-        examples, sizes = users.examples(drawn, self.key.child(_EXAMPLES).numpy(step))
+        examples, sizes = users.examples(drawn, self.key.child(_EXAMPLES).generator(step))
         ends = np.cumsum(sizes)
         parts = list(whole_users(sizes, self.max_physical_batch)) or [slice(0, 0)]
         for i, part in enumerate(parts):
@@ -130,4 +148,4 @@ class Draws:
     def counted(self, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The examples that `users` bring to a count of the data, as `Users.examples`; with one key, the same ones again."""
         assert self.users is not None
-        return self.users.examples(users, self.key.child(_COUNTED).numpy(0))
+        return self.users.examples(users, self.key.child(_COUNTED).generator(0))

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
+from sparsedp.errors import CheckpointError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.noise import RandomKey
-from sparsedp.sampling.collate import empty_batch, refuse_mixing, refuse_reordering
+from sparsedp.sampling.collate import empty_batch, examine, refuse_reordering
 from sparsedp.sampling.draws import BatchInfo, Draws, Place, Span
 from sparsedp.sampling.stream import Stream
 from sparsedp.sampling.users import Users
+from sparsedp.sampling.workers import WorkerInit, kept_globals, seed_globals, torch_generator
 
 _END = object()
 _STATE_KEYS = ("step", "epoch", "epoch_position")
@@ -31,11 +34,13 @@ def private_loader(
     max_physical_batch: int | None = None,
     stream: Stream | None = None,
     users: Users | None = None,
+    public_inputs: Sequence[str] = (),
 ) -> PrivateLoader:
     """The user's loader, with Poisson batches (or its own shuffled ones) drawn from `key`."""
     return PrivateLoader(
-        loader, key=key, poisson=poisson, max_physical_batch=max_physical_batch, stream=stream, users=users
-    )
+        loader, key=key, poisson=poisson, max_physical_batch=max_physical_batch, stream=stream, users=users,
+        public_inputs=public_inputs,
+    )  # fmt: skip
 
 
 class PrivateLoader(DataLoader[Any]):
@@ -55,6 +60,8 @@ class PrivateLoader(DataLoader[Any]):
     of their examples, or as many as `Users` says. `max_physical_batch` counts examples, and a physical batch holds
     whole users; `current.owners` says which example is whose.
 
+    What a batch holds beside rows of examples must be the same for every batch, or its name be in `public_inputs`: `layout`.
+
     Replay: batch t is a pure function of the key and t (shuffled: of the key, the epoch and the position in
     it), and t counts yielded logical batches. So no draw that anybody saw is made twice, also when `break`
     ends the loop; draws that workers prefetched and nobody saw are made again, which is harmless and makes
@@ -71,13 +78,14 @@ class PrivateLoader(DataLoader[Any]):
         max_physical_batch: int | None = None,
         stream: Stream | None = None,
         users: Users | None = None,
+        public_inputs: Sequence[str] = (),
     ) -> None:
         size, batch_size, shuffle = _checked(loader, users)
         if max_physical_batch is not None and max_physical_batch < 1:
             raise UnsupportedError(f"{max_physical_batch=}: it must be at least 1, or None.")
         if users is not None:
             _refuse_for_users(loader, users, max_physical_batch, stream)
-        refuse_mixing(loader.dataset, loader.collate_fn)
+        layout = examine(loader.dataset, loader.collate_fn, public_inputs)
         spans = _spans(size, batch_size, loader.drop_last, stream)
         steps = sum(span.steps for span in spans)
         feed = _Feed(steps)
@@ -103,15 +111,16 @@ class PrivateLoader(DataLoader[Any]):
         self.dataset_size = size
         self.stream = stream
         self.users = users
+        self.layout = layout
         self.sample_rate = batch_size / min(span.size for span in spans)
         self.steps_per_epoch = steps
         self.max_physical_batch = max_physical_batch
         self.current: BatchInfo | None = None
         self._draws = Draws(key, spans, batch_size, poisson, shuffle, max_physical_batch, users)
         self._feed = feed
-        self._own_generator = loader.generator is None
         self._template: Any = _END
         self._pass = 0  # number of the live pass
+        self._warned = False  # of a pass that was cut short
         self._done = Place(0, 0, 0)  # behind the last complete logical batch
         self._next = Place(0, 0, 0)  # where the next pass starts
 
@@ -122,6 +131,11 @@ class PrivateLoader(DataLoader[Any]):
     def span_steps(self) -> tuple[int, ...]:
         """Logical batches of an epoch on each span of the stream; without one, of the whole epoch."""
         return tuple(span.steps for span in self._draws.spans)
+
+    @property
+    def drawn(self) -> int:
+        """Logical batches of the run, also of a run that was resumed, of which a loop was given at least a part."""
+        return self._next.step
 
     @property
     def next_epoch(self) -> int:
@@ -163,6 +177,9 @@ class PrivateLoader(DataLoader[Any]):
         What was left may be nothing: a state saved in the loop's body at the last batch of an epoch. The key
         is not part of the state: with the same key the batches are those of the uninterrupted run. With a
         new key Poisson batches keep their law; a shuffled epoch goes on in a new order and may repeat units.
+
+        Going back takes a new key, unless the key is a test's: steps on a sample that was drawn before would cost more than
+        those on samples of their own, which is what they are charged as.
         """
         if set(state) != set(_STATE_KEYS):
             raise CheckpointError(f"Loader state has the keys {list(state)}, expected {list(_STATE_KEYS)}.")
@@ -172,9 +189,17 @@ class PrivateLoader(DataLoader[Any]):
                 f"Loader state {state} does not fit a loader of {self.steps_per_epoch} steps per epoch: "
                 "was it saved with another data set or batch size?"
             )
+        if place.step < self._next.step and not self._draws.key.seeded:
+            self.rekey(RandomKey.from_os())
         self._done = self._next = place
         self.current = None
         self._pass += 1  # a pass that is still running would go on at the old place
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A private loader cannot be copied or pickled: a copy would draw the same samples again, and a file would hold the "
+            "key that they are drawn from. Save a checkpoint."
+        )
 
     def rekey(self, key: RandomKey) -> None:
         """Draws from another key from the next pass on."""
@@ -185,27 +210,71 @@ class PrivateLoader(DataLoader[Any]):
             self.users.refuse_change(self.dataset)
         self._pass += 1
         infos: deque[BatchInfo] = deque()
-        if self._own_generator:
-            # torch seeds the workers from here. Its global generator must stay as it is: a resumed run starts one pass
-            # more than an uninterrupted one, and its dropout would go on with other numbers.
-            self.generator = self._draws.worker_generator(self._next)
         # The source must not refer to this loader: persistent workers in a cycle take seconds to shut down.
-        self._feed.source = self._draws.physical(self._next, infos)
-        return self._batches(super().__iter__(), infos, self._next, self._pass)
+        source = (self._draws.physical if self.num_workers else self._draws.seeded)(self._next, infos)
+        # For as long as torch starts its workers: what the user gave is a public seed, or the global generator, which must
+        # stay as it is. (A resumed run starts one pass more than an uninterrupted one.)
+        given = self.generator, self.worker_init_fn
+        seeds = self._secret_seeds(self._draws.worker_key(self._next))
+        self.generator, self.worker_init_fn = seeds["generator"], seeds["worker_init_fn"]
+        try:
+            with self._feed.handing_on(source):
+                fetched = super().__iter__()
+        finally:
+            self.generator, self.worker_init_fn = given
+        return self._batches(fetched, infos, self._next, self._pass)
+
+    def _secret_seeds(self, key: RandomKey) -> dict[str, Any]:
+        """The arguments of a DataLoader that decide what its workers draw (`sparsedp.sampling.workers`)."""
+        return {
+            "generator": torch_generator(key.generator()),
+            "worker_init_fn": WorkerInit(key, self.worker_init_fn) if self.num_workers else None,
+        }
+
+    def counting(self, data: Any, **how: Any) -> Iterator[Any]:
+        """The batches of a count of `data`, with this loader's workers and collate function; `how` divides it into batches."""
+        key = self._draws.worker_key(self._done, counting=True)
+        batches = iter(
+            DataLoader(
+                data, **how, collate_fn=self.collate_fn, num_workers=self.num_workers, pin_memory=self.pin_memory,
+                multiprocessing_context=self.multiprocessing_context, **self._secret_seeds(key),
+            )
+        )  # fmt: skip
+        source = key.generator(0)  # this process stands for the first worker
+        batch: Any = None
+        while batch is not _END:
+            with nullcontext() if self.num_workers else kept_globals():
+                if not self.num_workers:
+                    seed_globals(source)
+                batch = next(batches, _END)
+            if batch is not _END:
+                yield batch
 
     def _batches(self, fetched: Iterator[Any], infos: deque[BatchInfo], start: Place, number: int) -> Iterator[Any]:
         """The batches of one pass, with the empty ones in their places and `current` set before each."""
         batch: Any = None
-        while batch is not _END:
-            # Before `next`: persistent workers serve all passes with one iterator, the newest pass's.
-            self._require_live(number)
-            batch = next(fetched, _END)
-            while infos and infos[0].units == 0:
-                self._announce(infos.popleft(), start, number)
-                yield self._empty()
-            if batch is not _END:
-                self._announce(infos.popleft(), start, number)
-                yield batch
+        given, info = 0, None
+        try:
+            while batch is not _END:
+                # Before `next`: persistent workers serve all passes with one iterator, the newest pass's.
+                self._require_live(number)
+                with nullcontext() if self.num_workers else kept_globals():
+                    batch = next(fetched, _END)
+                while infos and infos[0].units == 0:
+                    given, info = given + 1, infos.popleft()
+                    self._announce(info, start, number)
+                    yield self._empty()
+                if batch is not _END:
+                    self.layout.refuse_change(batch)
+                    given, info = given + 1, infos.popleft()
+                    if (layout := self.layout).offsets or layout.constants:
+                        info = replace(info, offsets=layout.offsets_of(batch), constants=layout.constants_of(batch))
+                    self._announce(info, start, number)
+                    yield batch
+        except GeneratorExit:
+            if info is not None:
+                self._warn_of_a_cut(info, given, start)
+            raise
         self._require_live(number)
         end = start.step + self.steps_per_epoch - start.position
         if infos or (end > start.step and self._done.step != end):
@@ -222,6 +291,26 @@ class PrivateLoader(DataLoader[Any]):
             self._done = Place(info.step + 1, start.epoch, place.position + 1)
         self.current = info
 
+    def _warn_of_a_cut(self, last: BatchInfo, given: int, start: Place) -> None:
+        """Says so if a loop took `len(loader)` physical batches for an epoch, or went away within a logical batch.
+
+        One batch alone is somebody who wants to see what a batch looks like.
+        """
+        logical = last.step - start.step + last.last
+        as_many = given == self.steps_per_epoch != logical
+        if self._warned or given < 2 or (last.last and not as_many):
+            return
+        self._warned = True
+        warnings.warn(
+            f"A loop over the private loader ended after {given} physical batches, which hold {logical} whole logical batches, "
+            f"one for each step, of the {self.steps_per_epoch} of an epoch. len(loader) counts logical batches; with "
+            "max_physical_batch, more physical ones arrive, and a loop that counts them with len(loader) (transformers' Trainer "
+            "does) leaves the rest out: it is not trained on, and costs no budget. Loop until the loader ends, or leave "
+            "max_physical_batch out.",
+            SparseDPWarning,
+            stacklevel=3,
+        )
+
     def _require_live(self, number: int) -> None:
         if number != self._pass:
             raise SparseDPError(
@@ -231,7 +320,7 @@ class PrivateLoader(DataLoader[Any]):
 
     def _empty(self) -> Any:
         if self._template is _END:
-            self._template = empty_batch(self.dataset, self.collate_fn)
+            self._template = empty_batch(self.dataset, self.collate_fn, self.layout)
         return copy.deepcopy(self._template)
 
 
@@ -246,14 +335,29 @@ def _spans(size: int, batch_size: int, drop_last: bool, stream: Stream | None) -
 
 
 class _Feed:
-    """The batch sampler that torch sees: hands on the draws of the newest pass."""
+    """The batch sampler that torch sees: hands on the draws of a pass to the loader that they were drawn for."""
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.source: Iterator[list[int]] = iter(())
+        self._source: Iterator[list[int]] | None = None
+
+    @contextmanager
+    def handing_on(self, source: Iterator[list[int]]) -> Iterator[None]:
+        """While torch sets a pass up. It may ask twice, so not for a new iterator each time."""
+        self._source = source
+        try:
+            yield
+        finally:
+            self._source = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self.source  # torch may ask twice while it sets up, so not a new one each time
+        if self._source is None:
+            raise UnsupportedError(
+                "Another loader was made of the private loader's parts, as accelerator.prepare(loader) does. Which batch is "
+                "which would not be known to it, and no step could be accounted for. Iterate over the loader that make_private "
+                "returned, and leave it out of prepare()."
+            )
+        return self._source
 
     def __len__(self) -> int:
         return self.length

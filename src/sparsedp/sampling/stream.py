@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -70,22 +69,20 @@ class Stream:
 
     def plan(self, steps: tuple[int, ...]) -> StreamPlan:
         """What a plan knows of this stream; `steps` are an epoch's on each span."""
-        assigned = np.empty(len(self.periods), dtype="<i8")
-        for span, indices in enumerate(self.spans):
-            assigned[indices] = span
-        digest = hashlib.sha256(assigned.tobytes()).hexdigest()
-        return StreamPlan(self.composition, self.span, tuple(map(len, self.spans)), steps, digest)
+        return StreamPlan(self.composition, self.span, tuple(map(len, self.spans)), steps)
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What is fixed about a stream before training. Sizes and borders of the spans count as public."""
+    """What is fixed about a stream before training. Sizes and borders of the spans count as public.
+
+    Not who is in which span, nor a digest of it: whoever knows everybody else's period would try what fits.
+    """
 
     composition: Composition
     span: int  # periods in one
     sizes: tuple[int, ...]  # examples of each span
     steps: tuple[int, ...]  # of an epoch, on each span
-    digest: str  # of which example is in which span
 
     def taken(self, steps: int) -> tuple[int, ...]:
         """How many of the first `steps` steps of a run are on each span."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from sparsedp.errors import SparseDPError, UnsupportedError
+from sparsedp.generator import CipherGenerator
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class Users:
                 "Leave a data set as it is while it is trained on."
             )
 
-    def examples(self, users: np.ndarray, generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    def examples(self, users: np.ndarray, generator: CipherGenerator) -> tuple[np.ndarray, np.ndarray]:
         """What `users` bring: places in the data set, user after user, and how many there are of each user.
 
         A user's choice must not depend on who else is there, so `generator` has to be secret wherever that counts.
@@ -67,7 +68,7 @@ class Users:
         whose = np.repeat(np.arange(len(users)), sizes)
         rank = np.arange(len(whose)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # among the user's own
         if self.limit is not None and (sizes > self.limit).any():
-            mixed = np.lexsort((generator.random(len(whose)), whose))  # each user's own, in random order
+            mixed = np.lexsort((generator.words(len(whose)), whose))  # each user's own, in random order
             kept = np.sort(mixed[rank < self.limit])
             whose, rank, sizes = whose[kept], rank[kept], np.minimum(sizes, self.limit)
         return self.order[self.begin[users][whose] + rank], sizes

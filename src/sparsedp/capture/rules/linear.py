@@ -16,9 +16,13 @@ from sparsedp.capture.tracking import UnitAxis
 
 def _record_linear(
     capture: Capture, name: str, matrix: Expression | None, bias: Expression | None, x: Tensor, out: Tensor,
-    axis: UnitAxis,
+    axis: UnitAxis, arranged: Callable[[Tensor], Tensor] | None = None, out_axis: UnitAxis | None = None,
 ) -> Tensor:  # fmt: skip
-    """x (..., I) and out (..., O) with units on the same axis; either parameter may be absent."""
+    """x (..., I) and out (..., O) with units on the same axis; either parameter may be absent.
+
+    An output with its dimensions, and units, elsewhere is `arranged` like that. It has torch's own layout in memory: what views
+    of it may be changed in place depends on that.
+    """
     units = capture.units
     names = ", ".join(e.names for e in (matrix, bias) if e is not None)
     if axis.dim == x.ndim - 1:
@@ -28,7 +32,7 @@ def _record_linear(
     inputs = capture.keep(x, name, names)
 
     def finish(grad: Tensor) -> Placed:
-        g = positions(grad, axis, units)
+        g = positions(grad if arranged is None else arranged(grad), axis, units)
         placed: Placed = []
         if matrix is not None:
             placed += place_linear(matrix, positions(inputs.get(), axis, units), g)
@@ -36,7 +40,7 @@ def _record_linear(
             placed += place_built(bias, g[:, 0] if g.shape[1] == 1 else g.sum(1))
         return placed
 
-    return capture.record(out, finish, axis)
+    return capture.record(out, finish, out_axis or axis)
 
 
 @rule("linear")
@@ -81,8 +85,15 @@ def _matmul(capture: Capture, name: str, func: Callable, args: tuple, kwargs: di
         return recorded
     if left.ndim != 2 or right.ndim < 2:
         raise NotThisForm
-    with capture.resumed():  # W @ x is (x^T W^T)^T
-        return F.linear(right.mT, left).mT
+    found = capture.expression(left)
+    if found is None:
+        raise NotThisForm
+    axis = capture.axis(right, name, found.names)
+    behind = {right.ndim - 1: right.ndim - 2, right.ndim - 2: right.ndim - 1}.get(axis.dim, axis.dim)
+    out = torch.matmul(found.tensor.detach(), right)  # W @ x is (x^T W^T)^T
+    return _record_linear(
+        capture, name, found, None, right.mT, out, UnitAxis(behind, axis.inner), lambda grad: grad.mT, axis
+    )
 
 
 def _view_of(capture: Capture, tensor: Tensor, view: Callable[[Tensor], Tensor]) -> Expression:
@@ -105,7 +116,8 @@ def _as_row(tensor: Tensor) -> Tensor:
 def _einsum(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     """einsum of an activation and a matrix that have only summed indices in common: a linear map."""
     equation = args[0]
-    operands = list(args[1]) if isinstance(args[1], (tuple, list)) else list(args[1:])
+    given = list(args[1]) if isinstance(args[1], (tuple, list)) else list(args[1:])
+    operands = given
     if not isinstance(equation, str) or len(operands) != 2 or "." in equation or "->" not in equation:
         raise NotThisForm
     inputs, output = equation.replace(" ", "").split("->")
@@ -121,14 +133,24 @@ def _einsum(capture: Capture, name: str, func: Callable, args: tuple, kwargs: di
         or any(c not in output and c not in summed for c in data) or capture.is_data(weight)
     ):  # fmt: skip
         raise NotThisForm
-    kept = [c for c in data if c in output]
+    kept, order = [c for c in data if c in output], [c for c in data if c in output] + free
     with capture.resumed():
-        inner = x.permute([data.index(c) for c in (*kept, *summed)]).flatten(len(kept)) if summed else x[..., None]
         view = weight.permute([matrix.index(c) for c in (*free, *summed)])
         sizes = view.shape[: len(free)]
         view = view.reshape(sizes.numel(), -1)
-        out = F.linear(inner, view).unflatten(-1, sizes or (1,))
-        order = [*kept, *free]
-        if not free:
-            out = out.squeeze(-1)
-        return out.permute([order.index(c) for c in output])
+    found = capture.expression(view)
+    if found is None:
+        raise NotThisForm
+    axis = capture.axis(x, name, found.names)
+    unit = data[axis.dim]
+    if unit in summed:
+        raise capture.refuse(name, found.names, "it sums over the units of the batch", "keep their index in the result")
+    inner = x.detach().permute([data.index(c) for c in (*kept, *summed)]).flatten(len(kept)) if summed else x[..., None]
+    out = func(equation, *[plain(capture, operand) for operand in given])
+
+    def arranged(grad: Tensor) -> Tensor:
+        grad = grad.permute([output.index(c) for c in order])
+        return grad.flatten(len(kept)) if free else grad[..., None]
+
+    inner_axis, out_axis = UnitAxis(kept.index(unit), axis.inner), UnitAxis(output.index(unit), axis.inner)
+    return _record_linear(capture, name, found, None, inner, out, inner_axis, arranged, out_axis)

@@ -49,14 +49,15 @@ def _table_softmax_loss(capture: Capture, name: str, func: Callable, args: tuple
     out = SoftmaxLoss.apply(hidden, weight, wanted, left_out, passed)
     kept_weight = capture.keep(weight, name, table.names)
     first, mark = table.offset // weight.shape[1], _mark(weight)
+    is_changed = capture.refuse(
+        name, table.names, "the table was changed between forward and step()", "change it later"
+    )
 
     def finish(grad: Tensor) -> Placed:
         done = passed[0]
         assert done.square is not None
         if _mark(kept_weight.get()) != mark:  # through .data, which its version does not tell of
-            raise capture.refuse(
-                name, table.names, "the table was changed between forward and step()", "change it later"
-            )
+            raise is_changed
         use = Softmax(
             done.hidden, wanted, done.log_sum, done.scale * grad[:, None], kept_weight.get, first, left_out,
             square=done.square * grad.double().square(), sizes=done.sizes,

@@ -25,7 +25,7 @@ def unit_by_unit(
     )
     if not all(expression.small for expression in expressions):
         raise capture.refuse(name, names, "capture has no rule for this operation on a large parameter", instead)
-    if name.endswith("_") or name == "setitem" or "out" in kwargs:
+    if name.endswith("_") or name == "setitem" or kwargs.get("out") is not None:
         raise capture.refuse(name, names, "it writes in place", "use the form that returns a new tensor")
     units = capture.units
     moved: list[Tensor] = []

@@ -1,6 +1,6 @@
-"""Data, a model and a loss of one's own, for `sparsedp train own_model` (from the root of the repository).
+"""Data, a model and a loss of one's own, for `sparsedp train own_model`.
 
-The configuration, src/sparsedp/cli/configs/own_model.yaml, names the three callables below.
+The configuration beside this file, own_model.yaml, names the three callables below.
 """
 
 from __future__ import annotations

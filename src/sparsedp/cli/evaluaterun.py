@@ -1,0 +1,119 @@
+"""Evaluates the model of a run on what was held out, again or where that failed at its end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from sparsedp.cli.assemble import limit_threads, make_loss, make_model, with_collate
+from sparsedp.cli.config import Config
+from sparsedp.cli.evaluate import evaluate
+from sparsedp.cli.load import add_set_argument
+from sparsedp.cli.progress import Reporter, evaluation_progress, make_reporter
+from sparsedp.cli.result import metric_lines
+from sparsedp.cli.runfolder import RunFolder, plain
+from sparsedp.cli.train import load_with_progress, resumed_config
+from sparsedp.cli.trust import add_code_argument, add_trust_argument
+from sparsedp.errors import SparseDPError, one_line
+
+# What an evaluation may do differently: other data, for instance mended ones, and how they go through the model.
+MAY_CHANGE = {"data", "training.batch_size", "training.max_physical_batch", "training.threads"}
+
+EPILOG = """examples:
+  sparsedp evaluate runs/mine                                      the held-out data of the run
+  sparsedp evaluate runs/mine --set data.options.held_out=new.csv  other data, with the same vocabularies
+  sparsedp evaluate runs/mine --code my.yaml                       a run with code of your own, beside my.yaml
+
+Of a run that is not finished, the checkpoint is evaluated. The metrics are computed on private data without noise: they are
+added to private/metrics.jsonl and, for a finished run on its own data, to private/result.json.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="the folder of a run")
+    add_set_argument(parser, "change a key of the data, as in --set data.held_out=0.2, or training.max_physical_batch")
+    add_code_argument(parser)
+    add_trust_argument(parser)
+    parser.add_argument("--json", action="store_true", help="print the metrics as JSON; everything else goes to stderr")
+    parser.add_argument("--quiet", action="store_true", help="show the metrics only")
+
+
+def run(args: argparse.Namespace) -> int:
+    config = resumed_config(args.run_dir, None, args.overrides, args.trust, args.code, MAY_CHANGE)
+    console = Console(stderr=args.json, highlight=False)
+    with RunFolder.open(args.run_dir) as folder:
+        own_data = folder.load_config()[0].data == config.data
+        step, metrics, planted = evaluate_run(config, folder, make_reporter(console, args.quiet), own_data)
+        statement = _statement(folder)
+    if args.json:
+        print(json.dumps(plain({"run": str(args.run_dir), "step": step, **metrics}), indent=2))
+        return 0
+    table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
+    privacy = "the run is not finished: this is its checkpoint" if statement is None else statement
+    for line in (*metric_lines(metrics, planted), ("after step", f"{step:,}"), ("privacy", privacy)):
+        table.add_row(*line)
+    console.print(table)
+    return 0
+
+
+def evaluate_run(
+    config: Config, folder: RunFolder, reporter: Reporter, own_data: bool = True
+) -> tuple[int, dict[str, Any], float | None]:
+    """(step, metrics, AUC of the model that drew the data) of the run's model, written down in its folder."""
+    step, weights = _weights(folder)
+    limit_threads(config)
+    data = with_collate(config, load_with_progress(config, reporter))
+    if data.held_out is None:
+        raise SparseDPError(f"{folder.path} holds nothing out, so that there is nothing to evaluate on.")
+    model = make_model(config, data.training)
+    _load(model, weights, folder)
+    progress = evaluation_progress(reporter, len(data.held_out))
+    metrics = evaluate(config, model, make_loss(config), data, progress)
+    other = {} if own_data else {"data": config.to_dict()["data"]}
+    folder.log({"kind": "evaluate", "step": step, **metrics, **other})
+    planted = getattr(data.held_out, "planted_auc", None)
+    result = folder.read_result()
+    if result is not None and own_data:
+        beside = {} if planted is None else {"planted_auc": planted}
+        folder.write_result({**result, "evaluation": "done", **metrics, **beside})
+    return step, metrics, planted
+
+
+def _weights(folder: RunFolder) -> tuple[int, dict[str, Any]]:
+    """The step of the model and its weights: the released ones, or else the checkpoint's. Nothing in the files is run."""
+    released = folder.is_released
+    path = folder.weights if released else folder.checkpoint
+    if not path.is_file():
+        raise SparseDPError(f"{folder.path} has no model yet: {path} is missing. Train it: sparsedp train --resume")
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        if released:
+            return int(json.loads((folder.release / "statement.json").read_text())["steps"]), content
+        return int(content["loader"]["step"]), content["model"]
+    except Exception as error:  # torch has many
+        raise SparseDPError(f"{path} cannot be read as weights: {one_line(error)}") from error
+
+
+def _load(model: nn.Module, weights: dict[str, Any], folder: RunFolder) -> None:
+    try:
+        model.load_state_dict(weights)
+    except (RuntimeError, TypeError) as error:
+        raise SparseDPError(
+            f"The weights of {folder.path} do not fit the model that these data and this configuration make: "
+            f"{one_line(error)}"
+        ) from error
+
+
+def _statement(folder: RunFolder) -> str | None:
+    """Its first line."""
+    path = folder.release / "statement.txt"
+    return path.read_text().partition("\n")[0].removeprefix("Privacy statement: ") if folder.is_released else None

@@ -1,0 +1,66 @@
+"""Copies what may leave of a run: the weights, the privacy statement, and what was public before training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from sparsedp.cli.files import require_space
+from sparsedp.cli.runfolder import RELEASED, RunFolder, copy_release
+from sparsedp.errors import ConfigError, SparseDPError
+
+EPILOG = """examples:
+  sparsedp export runs/mine                  into mine-release, in the current directory
+  sparsedp export runs/mine --to for-them
+
+The folder RUN/private stays: metrics, checkpoints and counts are computed from private data without noise.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    parser.add_argument("run_dir", metavar="RUN", type=Path, help="the folder of a finished run")
+    parser.add_argument(
+        "--to", metavar="DIR", type=Path, help="the folder to write, new or empty (<name of RUN>-release)"
+    )
+    parser.add_argument(
+        "--without-guarantee",
+        action="store_true",
+        help="copy it although the statement promises nothing: epsilon is infinite, or the noise was seeded",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    target: Path = args.to or Path(f"{args.run_dir.absolute().name}-release")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{target} exists and is not empty. Name another folder with --to.")
+    with RunFolder.open(args.run_dir) as folder:
+        if not folder.is_released or not folder.weights.is_file():
+            raise SparseDPError(
+                f"{folder.path} is not finished: there is no statement for its model yet. Go on with it first: "
+                f"sparsedp train --resume {folder.path}"
+            )
+        if not args.without_guarantee:
+            _require_guarantee(folder)
+        others = sorted(path.name for path in folder.release.iterdir() if path.name not in RELEASED)
+        require_space(target, sum(path.stat().st_size for path in folder.release.iterdir()), "the release")
+        names = copy_release(folder, target)
+    print((target / "statement.txt").read_text().partition("\n")[0])
+    print(f"Copied to {target}: {', '.join(names)}")
+    if others:
+        print(f"Not copied, because no run writes it: {', '.join(others)}")
+    return 0
+
+
+def _require_guarantee(folder: RunFolder) -> None:
+    config, _ = folder.load_config()
+    if config.training.seed is not None:
+        why = "its noise was seeded (training.seed), and whoever knows the seed can take the noise away"
+    elif json.loads((folder.release / "statement.json").read_text())["epsilon"] == "infinity":
+        why = "its epsilon is infinite"
+    else:
+        return
+    raise SparseDPError(
+        f"{folder.path} has no privacy guarantee: {why}. If it may leave all the same, give --without-guarantee"
+    )
