@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import sparsedp
@@ -110,3 +111,132 @@ def test_inputs_in_any_container_are_of_units(wrap: Callable, unwrap: Callable) 
     with pytest.raises(UnitsMixedError, match="mean"):
         run(lambda m, x, o: m.a(x) * unwrap(o).mean(), mean_of_squares, inputs=lambda x, w: (x, wrap(w)))
     run(lambda m, x, o: m.a(x) * unwrap(o)[:, None], mean_of_squares, inputs=lambda x, w: (x, wrap(w)))
+
+
+# ---------------------------------------------------------------------- behind the last parameter
+
+
+@torch.jit.script
+def scripted_mean(x: Tensor) -> Tensor:
+    return x.mean() * torch.ones_like(x)
+
+
+@torch.jit.script
+def scripted_twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+@torch.jit.script
+def scripted_positions(x: Tensor) -> Tensor:
+    return torch.arange(x.size(1)).expand(x.size(0), x.size(1))
+
+
+@torch.jit.script
+def scripted_write(x: Tensor) -> Tensor:
+    x += x.mean()
+    return x
+
+
+MIXING_AT_THE_END: dict[str, Callable[..., Tensor]] = {
+    "linear with itself": lambda m, x: F.linear(h := m.a(x), h),
+    "covariances": lambda m, x: torch.cov(m.a(x).T),
+    "a mean over what a mask picks": lambda m, x: F.cross_entropy(m.a(x)[x[:, 0] > 0], x[x[:, 0] > 0].argmax(1)),
+    "distances of all pairs": lambda m, x: F.pdist(m.a(x)),
+    "a mapped function": lambda m, x: torch.vmap(lambda row, all_rows: row - all_rows.mean(0), (0, None))(
+        h := m.a(x), h
+    ),
+    "a parameter in a mapped function": lambda m, x: torch.vmap(lambda row: row - m.a(x).mean(0))(x),
+    "a scripted function": lambda m, x: scripted_mean(m.a(x)),
+    "the logarithm of determinants": lambda m, x: torch.logdet(torch.eye(B) + m.a(x) @ m.a(x).T),
+    "covariances of a part": lambda m, x: torch.cov(m.a(x).T[:4]),
+    "correlations": lambda m, x: torch.corrcoef(m.a(x).T),
+    "a histogram": lambda m, x: m.a(x) * torch.bincount((x[:, 0] > 0).long(), minlength=D),
+}
+
+
+@pytest.mark.parametrize("name", MIXING_AT_THE_END)
+def test_units_do_not_mix_behind_the_last_parameter(name: str) -> None:
+    with pytest.raises(REFUSED):
+        for _ in range(20):  # the loader may draw too few units to mix
+            run(MIXING_AT_THE_END[name], mean_of_squares)
+
+
+APART_AT_THE_END: dict[str, Callable[..., Tensor]] = {
+    "threshold": lambda m, x: F.threshold(m.a(x), 0.1, 0.0),
+    "prelu": lambda m, x: F.prelu(m.a(x), torch.tensor([0.25])),
+    "pooling without channels": lambda m, x: F.adaptive_avg_pool1d(m.a(x), 4),
+    "pooling with places": lambda m, x: F.adaptive_max_pool1d(m.a(x)[:, None], 4, return_indices=True)[0],
+    "windows": lambda m, x: m.a(x).unfold(1, 3, 2),
+    "windows of images": lambda m, x: F.unfold(m.a(x).view(-1, 1, 2, 4), 2),
+    "frequencies": lambda m, x: torch.fft.irfft(torch.fft.rfft(m.a(x), dim=1) * 0.5, n=D, dim=1),
+    "matrices": lambda m, x: torch.linalg.inv(torch.eye(2) * 9 + m.a(x).view(-1, 2, 2, 2)[:, 0]),
+    "diagonals": lambda m, x: torch.diag_embed(m.a(x)),
+    "three dimensions": lambda m, x: torch.atleast_3d(m.a(x)),
+    "a turn": lambda m, x: torch.rot90(m.a(x).view(-1, 2, 4), 1, (1, 2)),
+    "mean over the batch": lambda m, x: m.a(x).square().mean(),
+    "scripted on inputs": lambda m, x: m.a(scripted_twice(x)),
+    "scripted shapes": lambda m, x: m.a(x) * scripted_positions(x),
+}
+
+
+@pytest.mark.parametrize("name", APART_AT_THE_END)
+def test_what_keeps_units_apart_behind_the_last_parameter_works(name: str) -> None:
+    assert run(APART_AT_THE_END[name], mean_of_squares) == 1
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [lambda m, x: m.a(x) * scripted_mean(x), lambda m, x: m.a(scripted_mean(x)),
+     lambda m, x: m.a(scripted_write(x.clone()))],
+    ids=["on activations", "on a parameter", "in place"],
+)  # fmt: skip
+def test_scripted_functions_of_inputs_do_not_mix_units(forward: Callable[..., Tensor]) -> None:
+    with pytest.raises(REFUSED):
+        for _ in range(20):
+            run(forward, mean_of_squares)
+
+
+def test_scripted_functions_are_as_they_were_after_a_pass() -> None:
+    call = torch.jit.ScriptFunction.__call__
+    run(APART_AT_THE_END["scripted on inputs"], mean_of_squares)
+    assert torch.jit.ScriptFunction.__call__ is call
+
+
+# ---------------------------------------------------------------------- inputs that are no tensors
+
+
+def scaled(m: Any, x: Tensor, plain: Any) -> Tensor:
+    return m.a(x) * torch.as_tensor(np.asarray(plain, dtype=np.float32)).mean()
+
+
+@pytest.mark.parametrize("wrap", [list, tuple, np.asarray, lambda w: {"deep": [w]}, lambda w: [[v, v] for v in w]])
+def test_lists_and_arrays_of_units_are_refused(wrap: Callable) -> None:
+    def forward(m: Any, x: Tensor, plain: Any) -> Tensor:
+        return scaled(m, x, plain["deep"][0] if isinstance(plain, dict) else plain)
+
+    with pytest.raises(UnsupportedError, match="as many items"):
+        for _ in range(20):
+            run(forward, mean_of_squares, inputs=lambda x, w: (x, wrap(w.tolist())))
+
+
+def test_texts_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="as many items"):
+        for _ in range(20):
+            run(lambda m, x, texts: m.a(x) * len(texts[0]), mean_of_squares, inputs=lambda x, w: (x, ["a"] * len(x)))
+
+
+def test_settings_of_a_length_that_is_sometimes_that_of_the_batch_work() -> None:
+    module = Apply(scaled, a=nn.Linear(D, D))
+    module, optimizer, loader = sparsedp.PrivacyEngine(seed=2).make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(torch.randn(40, D)), batch_size=2), max_physical_batch=2,
+    )  # fmt: skip
+    sizes = set()
+    for (x,) in loader:
+        if not sizes and len(x) == 2:
+            continue
+        sizes.add(len(x))
+        optimizer.zero_grad()
+        module(x, (3.0, 3.0)).square().mean().backward()
+        optimizer.step()
+    assert {1, 2} <= sizes

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from sparsedp.capture.expressions import Expression, Placed
 from sparsedp.capture.functions import APPLY, Functions
-from sparsedp.capture.inputs import PublicInputs, advice, named_inputs, slots_of
+from sparsedp.capture.inputs import NamedInput, PlainInputs, PublicInputs, advice, named_inputs, slots_of
 from sparsedp.capture.owners import Grouping
 from sparsedp.capture.randomness import (
     COUNTING,
@@ -37,6 +37,7 @@ from sparsedp.capture.randomness import (
     refuse_moved,
 )
 from sparsedp.capture.rows import RowSpace, TouchedRows
+from sparsedp.capture.scripted import ScriptedFunctions
 from sparsedp.capture.tracking import (
     POINTWISE,
     Info,
@@ -249,7 +250,7 @@ class Capture:
             id(parameter): Expression(parameter, ((name, parameter),)) for name, parameter in parameters.items()
         }
         self._current_batch = current_batch
-        self._public = public
+        self._public, self._plain_inputs = public, PlainInputs()
         self._tape: list[Record] = []
         self._info = _TensorInfo()
         self._mode = _Mode(self)
@@ -268,7 +269,7 @@ class Capture:
         self._increments: dict[str, Tensor] = {}
         self._keeping: list[Kept] = []  # for the next record
         self._written: dict[int, Tensor] = {}  # memory that units were written to in this forward pass
-        self._functions = Functions(self, generator)
+        self._functions, self._scripted = Functions(self, generator), ScriptedFunctions(self)
         # What was made or changed with gradients off, since they were last on, and what it came from then.
         self._hidden: list[tuple[weakref.ref[Tensor], Any]] = []
         self._weak = weakref.ref(self)
@@ -346,13 +347,16 @@ class Capture:
             self._begin(name, args, kwargs)
             self._mode.__enter__()
             self._functions.begin()
+            self._scripted.begin()
         self._stack.append(name)
 
-    def leave(self) -> None:
+    def leave(self, output: Any = None) -> None:
         if not self._stack:
             return
         self._leave()
         if not self._stack:
+            if torch.is_grad_enabled() and self.units > 1:
+                self._watch_outputs(output)
             with torch._C.DisableTorchFunctionSubclass():
                 tensors = list(named_tensors(self._module))
                 versions = _versions(tensors)
@@ -365,10 +369,35 @@ class Capture:
             if self._places is not None:
                 refuse_moved(self._places, self._generators.places())
 
+    def _watch_outputs(self, output: Any) -> None:
+        """A loss may not depend on an output in which units may be mixed, as it is not known where they are."""
+        for tensor in _all_tensors(output, objects=True):
+            node: Any = tensor.grad_fn if tensor.requires_grad else None
+            known = self._info.get(tensor)
+            if node is not None and not isinstance(known, (Mixed, _Derived)) and self.known_axis(tensor) is None:
+                node.register_prehook(self._refuser(tuple(tensor.shape), known is None))
+
+    def _refuser(self, shape: tuple[int, ...], is_unseen: bool) -> Callable[[Any], None]:
+        """Raises in a backward pass over the whole graph, not where torch.autograd.grad asks for some inputs' gradients."""
+        anchor, units = self._anchor_node, self.units
+
+        def refuse(grads: Any) -> None:
+            if not torch._C._will_engine_execute_node(anchor):
+                return
+            why = "was made where capture does not see it" if is_unseen else "has them in a place that is not known"
+            raise UnitsMixedError(
+                f"The loss depends on an output of forward(), of shape {shape}, that may mix the {units} units of the batch: it "
+                f"{why}. A mean over what a mask picks from all units, say, divides by everybody's number. Keep the batch on an "
+                "axis of its own, and let the loss be a mean or sum over units of something that each unit decides alone."
+            )
+
+        return refuse
+
     def _leave(self) -> None:
         self._stack.pop()
         if not self._stack:
             self._functions.end()
+            self._scripted.end()
             self._mode.__exit__(None, None, None)
 
     def _require_same_increments(self, tensors: Mapping[str, Tensor]) -> None:
@@ -426,8 +455,8 @@ class Capture:
         if self._public is not None:
             if torch.is_grad_enabled():
                 self._public.refuse_divisors(kwargs)
-            if not apart or self._public.names:
-                self._mark_inputs_without_units(self._public, called, args, kwargs)
+            if not apart or self._public.names or not all(isinstance(v, Tensor) for v in (*args, *kwargs.values())):
+                self._judge_inputs(self._public, list(named_inputs(self._module.get_submodule(called), args, kwargs)))
 
     def _part_with_earlier_batches(self, inputs: list[Tensor]) -> None:
         """What a module kept of another batch is not this batch's: none of its units may meet it."""
@@ -438,10 +467,14 @@ class Capture:
             if tensor.is_leaf or not tensor.requires_grad:
                 self._info.forget(tensor)
 
-    def _mark_inputs_without_units(self, public: PublicInputs, called: str, args: tuple, kwargs: dict) -> None:
+    def _judge_inputs(self, public: PublicInputs, inputs: list[NamedInput]) -> None:
         """Tells inputs that are the same whoever is in the batch, which count as constants, from those that may not be."""
-        for named in named_inputs(self._module.get_submodule(called), args, kwargs):
-            tensor = named.tensor
+        if torch.is_grad_enabled():
+            self._plain_inputs.refuse(inputs, public, self.units)
+        for named in inputs:
+            tensor = named.value
+            if not isinstance(tensor, Tensor):
+                continue
             known = self._info.get(tensor)
             if public.declares(named) or _is_among(tensor, self._batch.constants):
                 self._info.forget(tensor)
@@ -752,6 +785,11 @@ class Capture:
 
     def _run_rule(self, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression]) -> Any:
         """An operation in which data and parameters meet."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise self.refuse(
+                name, expressions[0].names, "it runs inside of torch.vmap or another transform of torch.func",
+                "apply the parameter to the whole batch, outside of the transform",
+            )  # fmt: skip
         self._use, before = (name, expressions), self._records
         out = self._run_use(self, name, func, args, kwargs, expressions)
         if self._records == before:
@@ -771,8 +809,12 @@ class Capture:
             protected = self._whose_memory(tensor)
             if protected is not None:
                 raise self._refuse_write(protected)
-            self._info[tensor] = UnitData(None)
-            self._lose_aliases(tensor)
+            self.lose(tensor)
+
+    def lose(self, tensor: Tensor) -> None:
+        """Units may have been written anywhere into a tensor."""
+        self._info[tensor] = UnitData(None)
+        self._lose_aliases(tensor)
 
     def require_history(self) -> None:
         """What is computed with gradients off gets no history. If it has a new one, it is that of a custom function."""
@@ -1077,7 +1119,7 @@ class _After(_Unnamed):
         self.capture = capture
 
     def __call__(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.capture.leave()
+        self.capture.leave(output)
 
     def __reduce__(self) -> Any:
         return _return_inactive, ()

@@ -63,11 +63,11 @@ class Functions:
             _SingleLevelFunction.apply = self._outer  # type: ignore[attr-defined]
 
     def _apply(self, function: type, run: Callable, args: tuple) -> Any:
-        inputs = list(_tensors(args))
+        inputs = list(tensors_in(args))
         with torch._C.DisableTorchFunction():
             axes = self._input_axes(function, inputs)
             is_due = axes is not None and self._is_due(function)
-            copies = [_copy(tensor, tensor.requires_grad) for tensor in inputs] if is_due else None
+            copies = [copied(tensor, tensor.requires_grad) for tensor in inputs] if is_due else None
         outer, self.is_running = self.is_running, True
         try:
             out = run(*args)
@@ -75,7 +75,7 @@ class Functions:
             self.is_running = outer
         if axes is not None:
             with torch._C.DisableTorchFunction():
-                outputs = list(_tensors(out))
+                outputs = list(tensors_in(out))
                 self._follow(function, inputs, axes, outputs)
             if copies is not None:
                 with torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
@@ -136,7 +136,7 @@ class Functions:
             ) -> list[Tensor | None]:
                 return [_only_unit(tensor, axis, units, kept) for tensor, axis in zip(tensors, axes)]
 
-            inputs = [_like_unit(tensor, axis, units, kept) for tensor, axis in zip(trial.inputs, input_axes)]
+            inputs = [like_unit(tensor, axis, units, kept) for tensor, axis in zip(trial.inputs, input_axes)]
             other_grads = [
                 None if grad is None or axis is None else _but_unit(grad, 3 * self._normal(grad), axis, units, kept)
                 for grad, axis in zip(grads, output_axes)
@@ -178,11 +178,11 @@ class _Trial:
 
     def run(self, inputs: list[Tensor], grads: list[Tensor | None]) -> _Outcome:
         """The outputs for these inputs, and the inputs' gradients for `grads` of the outputs."""
-        leaves = [_copy(tensor, was.requires_grad) for tensor, was in zip(inputs, self.inputs)]
+        leaves = [copied(tensor, was.requires_grad) for tensor, was in zip(inputs, self.inputs)]
         wanted = [leaf for leaf in leaves if leaf.requires_grad]
         with torch.enable_grad():
             passed = iter([leaf.clone() for leaf in leaves])  # it may change them in place, which leaves do not allow
-            outputs = list(_tensors(self.function(*_filled(self.args, passed))))
+            outputs = list(tensors_in(self.function(*with_tensors(self.args, passed))))
         made = [(out, grad) for out, grad in zip(outputs, grads) if out.requires_grad and grad is not None]
         ends, weights = [out for out, _ in made], [grad for _, grad in made]
         found = iter(torch.autograd.grad(ends, wanted, weights, allow_unused=True) if made else [None] * len(wanted))
@@ -190,27 +190,27 @@ class _Trial:
         return _Outcome([out.detach() for out in outputs], back)
 
 
-def _copy(tensor: Tensor, requires_grad: bool) -> Tensor:
+def copied(tensor: Tensor, requires_grad: bool = False) -> Tensor:
     return tensor.detach().clone().requires_grad_(requires_grad)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists and dicts, in order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list, dict)):
         for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)
+            yield from tensors_in(item)
 
 
-def _filled(value: Any, tensors: Iterator[Tensor]) -> Any:
+def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     """`value` with other tensors in their places."""
     if isinstance(value, Tensor):
         return next(tensors)
     if isinstance(value, dict):
-        return {key: _filled(item, tensors) for key, item in value.items()}
+        return {key: with_tensors(item, tensors) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        items = [_filled(item, tensors) for item in value]
+        items = [with_tensors(item, tensors) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
@@ -232,7 +232,7 @@ def _only_unit(tensor: Tensor | None, axis: UnitAxis | None, units: int, kept: i
     return tensor.index_select(axis.dim, (_unit_of(tensor, axis, units) == kept).nonzero().squeeze(1))
 
 
-def _like_unit(tensor: Tensor, axis: UnitAxis | None, units: int, kept: int) -> Tensor:
+def like_unit(tensor: Tensor, axis: UnitAxis | None, units: int, kept: int) -> Tensor:
     """The tensor with the values of one unit for all: values that the function surely takes."""
     if axis is None:
         return tensor
@@ -247,10 +247,10 @@ def _but_unit(tensor: Tensor, others: Tensor, axis: UnitAxis, units: int, kept: 
 
 
 def _all_equal(tensors: list[Tensor | None], others: list[Tensor | None]) -> bool:
-    return len(tensors) == len(others) and all(map(_equal, tensors, others))
+    return len(tensors) == len(others) and all(map(unchanged, tensors, others))
 
 
-def _equal(tensor: Tensor | None, other: Tensor | None) -> bool:
+def unchanged(tensor: Tensor | None, other: Tensor | None) -> bool:
     """Whether two results are the same, but for the last digits."""
     if tensor is None or other is None:
         return tensor is other

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,14 +16,16 @@ from sparsedp.errors import UnsupportedError
 
 # Numbers that libraries count on the batch and pass to forward(), to divide the loss by.
 _DIVISORS = ("num_items_in_batch",)
+_SCALARS = (int, float, complex, str, bytes, np.generic)
 
 
 class NamedInput(NamedTuple):
-    """A tensor among the arguments of forward(), such as ids['user'] in the argument ids: keys are ('ids', 'user')."""
+    """A tensor, an array or a list of numbers or texts among the arguments of forward(), such as ids['user'] in the
+    argument ids: keys are ('ids', 'user')."""
 
     path: str
     keys: tuple[str, ...]
-    tensor: Tensor
+    value: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +38,10 @@ class PublicInputs:
     def declares(self, named: NamedInput) -> bool:
         return named.path in self.names or any(key in self.names for key in named.keys)
 
-    def holds(self, tensor: Tensor) -> bool:
+    def holds(self, value: Any) -> bool:
         """Whether it equals a constant of the batches."""
-        return any(
-            tensor.shape == constant.shape and tensor.dtype == constant.dtype and torch.equal(tensor.cpu(), constant)
+        return isinstance(value, Tensor) and any(
+            value.shape == constant.shape and value.dtype == constant.dtype and torch.equal(value.cpu(), constant)
             for constant in self.constants
         )
 
@@ -50,6 +53,35 @@ class PublicInputs:
                     f"forward() was called with {name}, which somebody counted on the batch (transformers' Trainer does) to "
                     f"divide the loss by. {advice(name)}"
                 )
+
+
+class PlainInputs:
+    """Arrays, and lists with as many items as the batch has units: no tensors, so that what is made of them is not followed."""
+
+    def __init__(self) -> None:
+        self._earlier: dict[
+            str, tuple[int, Any]
+        ] = {}  # by path: the number of units that it came with first, and itself
+
+    def refuse(self, inputs: Iterable[NamedInput], public: PublicInputs, units: int) -> None:
+        """Raises for those that may be the units' own, unless they are declared, or came with another number of units, too."""
+        for named in inputs:
+            value = named.value
+            if isinstance(value, Tensor) or not len(value) or public.declares(named) or public.holds(value):
+                continue
+            first_units, first = self._earlier.setdefault(named.path, (units, value))
+            is_setting = first_units != units and type(first) is type(value) and _same(first, value)
+            if not is_setting and units > 1 and len(value) == units:
+                kind = "an array" if isinstance(value, np.ndarray) else f"a {type(value).__name__} of numbers or texts"
+                raise UnsupportedError(
+                    f"forward() was given '{named.path}', {kind} with as many items as the batch has units. What is made of it "
+                    "cannot be followed, and could mix units. Make tensors in collate_fn, (batch, ...). If it does not depend "
+                    f"on who is in the batch, declare it: make_private(..., public_inputs=({named.path!r},))."
+                )
+
+
+def _same(one: Any, other: Any) -> bool:
+    return np.array_equal(one, other) if isinstance(one, np.ndarray) else bool(one == other)
 
 
 def advice(name: str) -> str:
@@ -67,7 +99,7 @@ def advice(name: str) -> str:
 
 
 def named_inputs(module: nn.Module, args: tuple, kwargs: dict) -> Iterator[NamedInput]:
-    """The tensors among the arguments of a module's forward(), by the names that it gives them."""
+    """The tensors, arrays and lists among the arguments of a module's forward(), by the names that it gives them."""
     try:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
     except (TypeError, ValueError):
@@ -82,9 +114,11 @@ def named_inputs(module: nn.Module, args: tuple, kwargs: dict) -> Iterator[Named
 
 
 def _named(value: Any, path: str, keys: tuple[str, ...]) -> Iterator[NamedInput]:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) or _is_plain(value):
         yield NamedInput(path, keys, value)
-    elif isinstance(value, (tuple, list, deque, Set)):
+    if isinstance(value, (Tensor, np.ndarray, *_SCALARS)):
+        return
+    if isinstance(value, (tuple, list, deque, Set)):
         for place, item in enumerate(value):
             yield from _named(item, f"{path}[{place}]", keys)
     elif isinstance(value, Mapping):
@@ -94,6 +128,15 @@ def _named(value: Any, path: str, keys: tuple[str, ...]) -> Iterator[NamedInput]
         parts = {slot: getattr(value, slot, None) for slot in slots_of(value)} | getattr(value, "__dict__", {})
         for key, item in parts.items():
             yield from _named(item, f"{path}.{key}", (*keys, key))
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is an array, or a list of numbers or texts, also of lists of them."""
+    if isinstance(value, np.ndarray):
+        return value.ndim > 0
+    return (
+        isinstance(value, (tuple, list)) and bool(value) and all(isinstance(v, _SCALARS) or _is_plain(v) for v in value)
+    )
 
 
 def slots_of(value: Any) -> list[str]:

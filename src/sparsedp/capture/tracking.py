@@ -269,7 +269,7 @@ def _pointwise_names() -> set[str]:
         "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "full_like", "bernoulli", "copysign", "greater",
         "less", "greater_equal", "less_equal", "not_equal", "type_as", "copy", "zero", "fill", "randint_like", "uniform",
         "normal", "exponential", "geometric", "cauchy", "log_normal", "random", "poisson", "binomial", "_standard_gamma",
-        "native_dropout", "broadcast_tensors",
+        "native_dropout", "broadcast_tensors", "threshold", "_threshold", "bfloat16", "resolve_conj", "resolve_neg", "rdiv",
     }  # fmt: skip
 
 
@@ -307,7 +307,16 @@ _ALONG: dict[str, tuple[int, Any]] = {
     "gumbel_softmax": (4, -1),
     "diff": (2, -1),
 }
-_SHUFFLING: dict[str, tuple[int, Any]] = {"flip": (1, None), "roll": (2, None)}
+_ALONG |= dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"), (2, -1))
+_ALONG |= dict.fromkeys(("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2"), (2, (-2, -1)))
+_ALONG |= dict.fromkeys(("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn"), (2, "all"))
+_SHUFFLING: dict[str, tuple[int, Any]] = {
+    "flip": (1, None),
+    "roll": (2, None),
+    "rot90": (2, (0, 1)),
+    "fft_fftshift": (1, "all"),
+    "fft_ifftshift": (1, "all"),
+}
 
 
 def _dims(call: Call, position: int, default: Any, ndim: int) -> set[int] | None:
@@ -352,6 +361,29 @@ def _along(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | Non
 def _shuffling(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
     dims = _dims(call, *_SHUFFLING[call.name], source.ndim)
     return Mixed(call.name) if dims is None or axis.dim in dims else axis
+
+
+@_rule("fliplr", "flipud")
+def _flip_fixed(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    return Mixed(call.name) if axis.dim == (1 if call.name == "fliplr" else 0) else axis
+
+
+@_rule("prelu")
+def _prelu(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+    """Elementwise, where the slopes are constant."""
+    return axis
+
+
+# Operations on the matrices in the last two dimensions, each by itself.
+_ON_MATRICES = ("inverse", "det", "logdet", "slogdet", "cholesky", "cholesky_inverse", "qr", "svd", "pinverse", "matrix_exp",
+                "matrix_power", "linalg_inv", "linalg_inv_ex", "linalg_det", "linalg_slogdet", "linalg_cholesky",
+                "linalg_cholesky_ex", "linalg_qr", "linalg_svd", "linalg_svdvals", "linalg_eigh", "linalg_eigvalsh",
+                "linalg_pinv", "linalg_matrix_power", "linalg_matrix_exp", "linalg_cond")  # fmt: skip
+
+
+@_rule(*_ON_MATRICES)
+def _on_matrices(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    return axis if axis.dim < source.ndim - 2 else Mixed(call.name)
 
 
 @_rule("layer_norm", "rms_norm")
@@ -464,22 +496,44 @@ _SPATIAL = {
     **{f"{kind}{n}d": n for n in (1, 2, 3) for kind in ("conv", "conv_transpose")},
     **{f"{kind}{n}d": n for n in (1, 2, 3) for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")},
     **{f"fractional_max_pool{n}d{kind}": n for n in (2, 3) for kind in ("", "_with_indices")},
+    **{f"{kind}max_pool{n}d_with_indices": n for n in (1, 2, 3) for kind in ("", "adaptive_")},
     "lp_pool1d": 1, "lp_pool2d": 2, "pixel_shuffle": 2, "pixel_unshuffle": 2,
 }  # fmt: skip
 
 
 @_rule(*_SPATIAL)
 def _spatial(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
-    batched = source.ndim == _SPATIAL[call.name] + 2
-    return axis if axis.dim == 0 and batched else None
+    dims = _SPATIAL[call.name]
+    if "pool" in call.name:  # each channel by itself
+        return axis if axis.dim < source.ndim - dims else None
+    return axis if axis.dim == 0 and source.ndim == dims + 2 else None
 
 
-@_rule("group_norm", "instance_norm", "batch_norm", "interpolate", "upsample", "local_response_norm")
+@_rule("unfold")
+def _unfold(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    """`F.unfold`, of images, or `Tensor.unfold`, along a dimension."""
+    if "dilation" in call.kwargs:
+        return axis if axis.dim == 0 and source.ndim == 4 else None
+    dim = call.argument(1, "dimension") % source.ndim
+    return Mixed(call.name) if dim == axis.dim else axis
+
+
+@_rule("fold")
+def _fold(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    return axis if axis.dim == 0 and source.ndim == 3 else None
+
+
+@_rule("grid_sample", "affine_grid", joint=True)
+def _sampled_images(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    return axis if axis == UnitAxis(0) else None
+
+
+@_rule("group_norm", "instance_norm", "batch_norm", "interpolate", "upsample", "local_response_norm", "channel_shuffle")
 def _batch_first(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     return axis if axis.dim == 0 and source.ndim >= 2 else None
 
 
-@_rule("pad")
+@_rule("pad", "constant_pad_nd")
 def _pad(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     padded = len(call.argument(1, "pad")) // 2
     return axis if axis.dim < source.ndim - padded else None
@@ -556,6 +610,22 @@ def _unsqueeze(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
     return axis.shifted(1 if dim <= axis.dim else 0)
 
 
+@_rule("atleast_1d", "atleast_2d", "atleast_3d")
+def _at_least(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+    return axis.shifted(1 if source.ndim == 1 and call.out.ndim > 1 else 0)
+
+
+@_rule("diag_embed")
+def _diag_embed(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    """The last dimension becomes the diagonal of the last two, unless others are named."""
+    return axis if len(call.args) + len(call.kwargs) == 1 and axis.dim < source.ndim - 1 else None
+
+
+@_rule("view_as_complex", "view_as_real")
+def _complex_parts(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    return axis if call.name == "view_as_real" or axis.dim < source.ndim - 1 else None
+
+
 @_rule("squeeze")
 def _squeeze(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     named = call.numbers(1, "dim", "axis")
@@ -624,7 +694,7 @@ def _select(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     return None if dim == axis.dim else axis.shifted(-1 if dim < axis.dim else 0)
 
 
-@_rule("chunk", "split", "tensor_split", "split_with_sizes")
+@_rule("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split")
 def _parts(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     dim = call.argument(2, "dim", "axis", default=0) % source.ndim
     if dim != axis.dim:

@@ -93,8 +93,7 @@ class BatchLayout:
             except (KeyError, IndexError, AttributeError, TypeError):
                 value = "nothing"
             if not same(value, entry.values[0]):
-                before = f"it was {_shown(entry.values[0])} in the batches that were tried at first"
-                raise _refusal(entry, f"{before}, and is {_shown(value)} in this one")
+                raise _refusal(entry, "it is another in this batch than in those that were tried at first")
 
 
 def _tensors(entries: Sequence[Entry], batch: Any) -> tuple[Tensor, ...]:
@@ -122,8 +121,7 @@ def layout_of(
         elif len({type(value) for value in values}) > 1:
             raise _refusal(entry, f"it is a {type(values[0]).__name__} in one batch and something else in another")
         elif not _is_array(values[0]) or len({_shape(value) for value in values}) == 1:
-            distinct = next(value for value in values[1:] if not same(value, values[0]))
-            raise _refusal(entry, f"it is {_shown(values[0])} in one batch and {_shown(distinct)} in another")
+            raise _refusal(entry, f"this {_kind(values[0])} differs from batch to batch")
     return rows, constants
 
 
@@ -141,14 +139,11 @@ def _refusal(entry: Entry, why: str) -> UnsupportedError:
     )
 
 
-def _shown(value: Any) -> str:
+def _kind(value: Any) -> str:
+    """Of which kind it is: not its value, which would be the units' own in a log."""
     if _is_array(value) and _shape(value):
-        return (
-            f"a tensor of shape {_shape(value)}" if isinstance(value, Tensor) else f"an array of shape {_shape(value)}"
-        )
-    return (
-        repr(value) if isinstance(value, (int, float, np.number, Tensor, np.ndarray)) else f"a {type(value).__name__}"
-    )
+        return f"tensor of shape {_shape(value)}" if isinstance(value, Tensor) else f"array of shape {_shape(value)}"
+    return type(value).__name__
 
 
 # ---------------------------------------------------------------------- several batches side by side
