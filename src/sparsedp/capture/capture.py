@@ -40,6 +40,8 @@ from sparsedp.capture.rows import RowSpace, TouchedRows
 from sparsedp.capture.scripted import ScriptedFunctions
 from sparsedp.capture.tracking import (
     POINTWISE,
+    SAME_SHAPE_IN_PLACE,
+    SHAPE_IN_PLACE,
     Info,
     Mixed,
     UnitAxis,
@@ -888,6 +890,8 @@ class Capture:
         if made:
             return self._run_rule(name, func, args, kwargs, made)
         before = self._info.get(target)
+        if plain_name(name) in SHAPE_IN_PLACE and isinstance(before, UnitData):
+            return self._change_shape(name, func, args, kwargs, target, before)
         out = func(*args, **kwargs)
         if data:
             after = self._info[target] = self._after_write(name, args, kwargs, target, before, data)
@@ -897,9 +901,19 @@ class Capture:
                 self._hidden.append((weakref.ref(target), target.grad_fn))
         return out
 
+    def _change_shape(
+        self, name: str, func: Callable, args: tuple, kwargs: dict, target: Tensor, before: UnitData
+    ) -> Any:
+        """`transpose_` and the like: the same memory in another shape, followed from a view that keeps the one before."""
+        view = target.detach()
+        self._info[view] = before
+        out = func(*args, **kwargs)
+        self._info[target] = self._follow(plain_name(name), (view, *args[1:]), kwargs, [view], target)
+        return out
+
     def _writes_constants(self, name: str, target: Tensor, data: list[Tensor]) -> bool:
         alone = all(tensor is target for tensor in data)
-        return alone and (name == "setitem" or plain_name(name) in POINTWISE)
+        return alone and (name == "setitem" or plain_name(name) in SAME_SHAPE_IN_PLACE)
 
     def _lose_aliases(self, target: Tensor) -> None:
         """After units were written where they were not: in other tensors with the same memory, their place is not known."""
@@ -920,9 +934,9 @@ class Capture:
         self, name: str, args: tuple, kwargs: dict, target: Tensor, before: Any, data: list[Tensor]
     ) -> Info:
         written = [tensor for tensor in data if tensor is not target]
-        if name != "setitem" and plain_name(name) not in POINTWISE:
-            return UnitData(None)  # transpose_, resize_, index_add_ and the like
-        if isinstance(before, UnitData) and not written:
+        if name != "setitem" and plain_name(name) not in SAME_SHAPE_IN_PLACE:
+            return UnitData(None)  # resize_, set_ and the like
+        if isinstance(before, UnitData) and not written and (name == "setitem" or plain_name(name) in POINTWISE):
             return before  # a constant was written
         if name == "setitem" and len(written) == 1 and self._is_mask_of(written[0], args[1], before):
             return before  # a constant was written where a mask of the same units says

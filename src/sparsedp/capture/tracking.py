@@ -270,6 +270,7 @@ def _pointwise_names() -> set[str]:
         "less", "greater_equal", "less_equal", "not_equal", "type_as", "copy", "zero", "fill", "randint_like", "uniform",
         "normal", "exponential", "geometric", "cauchy", "log_normal", "random", "poisson", "binomial", "_standard_gamma",
         "native_dropout", "broadcast_tensors", "threshold", "_threshold", "bfloat16", "resolve_conj", "resolve_neg", "rdiv",
+        "arccos", "arcsin", "arctan", "arctan2", "arccosh", "arcsinh", "arctanh",
     }  # fmt: skip
 
 
@@ -723,6 +724,27 @@ def _index_select(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixe
 def _gather(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
     dim = call.argument(1, "dim") if call.name == "gather" else call.argument(2, "dim")
     return axis if isinstance(dim, int) and dim % source.ndim != axis.dim else Mixed(call.name)
+
+
+@_rule("scatter", "scatter_add", "scatter_reduce", joint=True)
+def _scatter(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    """Along every other dimension, an element stays where its index is."""
+    return axis if call.argument(1, "dim") % source.ndim != axis.dim else Mixed(call.name)
+
+
+@_rule("index_add", "index_copy", "index_fill", "index_reduce", joint=True)
+def _index_along(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    if source is call.argument(2, "index"):
+        return Mixed("indexing with ids of the batch")
+    return axis if call.argument(1, "dim") % source.ndim != axis.dim else None
+
+
+# In place: what keeps the shape and is followed as if it made a new tensor, and what changes the shape alone.
+SAME_SHAPE_IN_PLACE = POINTWISE | {
+    "cumsum", "cumprod", "tril", "triu", "scatter", "scatter_add", "scatter_reduce", "index_add", "index_copy", "index_fill",
+    "index_reduce",
+}  # fmt: skip
+SHAPE_IN_PLACE = frozenset({"transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze"})
 
 
 @_rule("getitem", joint=True)
