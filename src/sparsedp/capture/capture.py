@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.modules.module as _module_hooks
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from sparsedp.capture.expressions import Expression, Placed
@@ -48,6 +49,7 @@ from sparsedp.capture.tracking import (
     UnitData,
     WholeBatch,
     follow,
+    is_followed,
     plain_name,
     written_axis,
 )
@@ -60,6 +62,8 @@ from sparsedp.noise import RandomKey
 _BATCH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
 # Forward passes over one batch that a backward pass may come by at once, and that are looked at then.
 _PASSES = 64
+# Those that have the name of a function in torch.nn.functional, and their arguments in another order.
+_OTHER_ORDER = {torch.embedding, torch.embedding_bag}
 # Operations that take from a batch tensor only its shape, type or device.
 _SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to", "is_same_size"}
 
@@ -271,6 +275,10 @@ class Capture:
         self._increments: dict[str, Tensor] = {}
         self._keeping: list[Kept] = []  # for the next record
         self._written: dict[int, Tensor] = {}  # memory that units were written to in this forward pass
+        self._held: dict[
+            int, tuple[StorageWeakRef, HasUnits]
+        ] = {}  # in earlier ones, as long as it lives; of which batch
+        self._taken_out = ""  # the operation that made a Python number or an array of units in this pass
         self._functions, self._scripted = Functions(self, generator), ScriptedFunctions(self)
         # What was made or changed with gradients off, since they were last on, and what it came from then.
         self._hidden: list[tuple[weakref.ref[Tensor], Any]] = []
@@ -357,13 +365,15 @@ class Capture:
             return
         self._leave()
         if not self._stack:
-            if torch.is_grad_enabled() and self.units > 1:
+            if torch.is_grad_enabled():
                 self._watch_outputs(output)
             with torch._C.DisableTorchFunctionSubclass():
                 tensors = list(named_tensors(self._module))
                 versions = _versions(tensors)
                 self._require_same_increments(dict(tensors))
             changed = [name for name, version in versions.items() if self._kept.get(name) != version]
+            for memory, tensor in self._written.items():
+                self._held[memory] = StorageWeakRef(tensor.untyped_storage()), self._batch
             self._storages, self._written = {}, {}
             self.require_history()
             if changed:
@@ -372,12 +382,18 @@ class Capture:
                 refuse_moved(self._places, self._generators.places())
 
     def _watch_outputs(self, output: Any) -> None:
-        """A loss may not depend on an output in which units may be mixed, as it is not known where they are."""
+        """A loss may not depend on an output that capture did not see being made."""
         for tensor in _all_tensors(output, objects=True):
-            node: Any = tensor.grad_fn if tensor.requires_grad else None
             known = self._info.get(tensor)
-            if node is not None and not isinstance(known, (Mixed, _Derived)) and self.known_axis(tensor) is None:
-                node.register_prehook(self._refuser(tuple(tensor.shape), known is None))
+            if not isinstance(known, (Mixed, _Derived)) and self.known_axis(tensor) is None:
+                self._refuse_in_loss(tensor, is_unseen=known is None)
+
+    def _refuse_in_loss(self, tensor: Tensor, is_unseen: bool = False) -> None:
+        """Units may be mixed in `tensor`, as it is not known where they are: no loss may depend on it."""
+        with torch._C.DisableTorchFunction():
+            node: Any = tensor.grad_fn if tensor.requires_grad and self.units > 1 else None
+        if node is not None:
+            node.register_prehook(self._refuser(tuple(tensor.shape), is_unseen))
 
     def _refuser(self, shape: tuple[int, ...], is_unseen: bool) -> Callable[[Any], None]:
         """Raises in a backward pass over the whole graph, not where torch.autograd.grad asks for some inputs' gradients."""
@@ -388,9 +404,9 @@ class Capture:
                 return
             why = "was made where capture does not see it" if is_unseen else "has them in a place that is not known"
             raise UnitsMixedError(
-                f"The loss depends on an output of forward(), of shape {shape}, that may mix the {units} units of the batch: it "
-                f"{why}. A mean over what a mask picks from all units, say, divides by everybody's number. Keep the batch on an "
-                "axis of its own, and let the loss be a mean or sum over units of something that each unit decides alone."
+                f"The loss depends on a tensor of shape {shape}, made in forward(), that may mix the {units} units of the batch: "
+                f"it {why}. A mean over what a mask picks from all units, say, divides by everybody's number. Keep the batch on "
+                "an axis of its own, and let the loss be a mean or sum over units of something that each unit decides alone."
             )
 
         return refuse
@@ -421,6 +437,8 @@ class Capture:
         if torch.is_grad_enabled():
             _refuse_surroundings()
         self._begin_draws()
+        self._taken_out = ""
+        self._held = {memory: held for memory, held in self._held.items() if not held[0].expired()}
         with torch._C.DisableTorchFunctionSubclass():
             tensors = list(named_tensors(self._module))
             self._kept, self._storages, self._keeping = _versions(tensors), {}, []
@@ -693,6 +711,11 @@ class Capture:
         fits = isinstance(known, UnitData) and known.axis is not None and known.axis.fits(tensor.shape, self.units)
         return known.axis if fits else None
 
+    def is_end_to_end(self, tensor: Tensor) -> bool:
+        """Whether its values lie end to end, as those of bags with offsets do, or in an order that is not known."""
+        known = self._info.get(tensor)
+        return known.in_order if isinstance(known, WholeBatch) else known == UnitData(None)
+
     def is_data(self, tensor: Any) -> bool:
         return isinstance(tensor, Tensor) and isinstance(self._info.get(tensor), (UnitData, Mixed))
 
@@ -742,14 +765,16 @@ class Capture:
         shared = False
         for tensor in _operands(args, kwargs):
             known = self._info.get(tensor)
+            if known is None and self._shares_memory_with_data(tensor):
+                known = self._info[tensor]
             if isinstance(known, (UnitData, Mixed)):
                 data.append(tensor)
             elif known is _SHARED:
                 shared = True
-            elif self._written and self._is_written(tensor):
-                data.append(tensor)
-            elif grad_enabled and (found := self._require_expression(tensor, name)) is not None:
-                expressions.append(found)
+            elif known is not _CONSTANT and grad_enabled:
+                found = self._require_expression(tensor, name)
+                if found is not None:
+                    expressions.append(found)
         if name in _LISTENING and (expressions or any(tensor.requires_grad for tensor in data)) and args[1:] != (None,):
             raise UnsupportedError(
                 f"'{name}' of an activation or a private parameter{self._where()}: a hook may do anything to gradients, also mix "
@@ -774,9 +799,19 @@ class Capture:
         if not expressions:
             if data and name in _BATCH_STATISTICS:
                 self._refuse_batch_statistics(name, args, kwargs)
+            if data and func in _TAKING_OUT:
+                self._taken_out = name
+            if data and name in _HANDING_OUT_MEMORY:
+                self._written |= {_memory(tensor): tensor.detach() for tensor in data}
+            if data and not is_followed(name):
+                return self._run_unfollowed(name, func, args, kwargs, data)
             out = func(*args, **kwargs)
-            if data or shared:
-                self._mark(name, data, args, kwargs, out)
+            if not (data or shared):
+                for tensor in (out,) if isinstance(out, Tensor) else _all_tensors(out):
+                    if self._info.get(tensor) is None and id(tensor) not in self._own:
+                        self._info[tensor] = _CONSTANT
+            else:
+                self._mark(name if func not in _OTHER_ORDER else f"torch.{name}", data, args, kwargs, out)
             if data and kwargs.get("out") is not None:  # several of them
                 for tensor in _all_tensors(kwargs["out"]):
                     self._lose_aliases(tensor)
@@ -871,6 +906,12 @@ class Capture:
         if protected is not None:
             if data or shared:
                 raise self._refuse_write(protected)
+            if self._taken_out:
+                raise UnsupportedError(
+                    f"'{protected}' was changed during forward{self._where()}, after '{self._taken_out}' had made a Python value "
+                    "of the batch in the same pass. If the one comes from the other, private data reach the state_dict without "
+                    "noise. Set such state before training, from public data, or keep it outside of the module."
+                )
             memory = target.untyped_storage().data_ptr()
             for own, tensor in self._storages[memory]:
                 counts = not tensor.requires_grad and (tensor.numel() == 1 or not tensor.is_floating_point())
@@ -890,6 +931,7 @@ class Capture:
         if made:
             return self._run_rule(name, func, args, kwargs, made)
         before = self._info.get(target)
+        before = None if before is _CONSTANT else before
         if plain_name(name) in SHAPE_IN_PLACE and isinstance(before, UnitData):
             return self._change_shape(name, func, args, kwargs, target, before)
         out = func(*args, **kwargs)
@@ -923,12 +965,41 @@ class Capture:
             if tensor is not target and _memory(tensor) == memory:
                 self._info[tensor] = UnitData(None)
 
-    def _is_written(self, tensor: Tensor) -> bool:
-        """Whether a tensor that passed as constant has the memory of one that units were written to."""
-        if _memory(tensor) not in self._written:
+    def _shares_memory_with_data(self, tensor: Tensor) -> bool:
+        """Whether a tensor of unknown origin has memory that units were written to, or that one of their tensors has.
+
+        `torch.Tensor(t)`, `nn.Parameter(t)` and the like make such tensors unseen. If it does not, it is a constant.
+        """
+        if tensor.requires_grad or id(tensor) in self._own:
             return False
-        self._info[tensor] = UnitData(None)
+        memory = _memory(tensor)
+        if tensor.is_nested:
+            self._info[tensor] = UnitData(None)  # made of a list of tensors where that is not seen
+            return True
+        if memory in self._storages or memory <= 0:
+            return False
+        held = self._held.get(memory)
+        if held is not None and not held[0].expired():
+            self._info[tensor] = _EARLIER if held[1] is not self._batch else UnitData(None)
+        elif memory in self._written or any(
+            _memory(other) == memory for other in self._info.tensors() if self.is_data(other)
+        ):
+            self._info[tensor] = UnitData(None)
+        else:
+            self._info[tensor] = _CONSTANT
+            return False
         return True
+
+    def _run_unfollowed(self, name: str, func: Callable, args: tuple, kwargs: dict, data: list[Tensor]) -> Any:
+        """An operation on units without a rule, which may change its operands although its name does not say so."""
+        operands = _operands(args, kwargs)
+        versions = [tensor._version for tensor in operands]
+        out = func(*args, **kwargs)
+        for tensor, version in zip(operands, versions):
+            if tensor._version != version:
+                self.lose(tensor)
+        self._mark(name, data, args, kwargs, out)
+        return out
 
     def _after_write(
         self, name: str, args: tuple, kwargs: dict, target: Tensor, before: Any, data: list[Tensor]
@@ -1017,7 +1088,9 @@ class Capture:
                 self._info[tensor] = _SHARED
             return
         for tensor in outputs:
-            self._info[tensor] = self._follow(name, args, kwargs, data, tensor)
+            info = self._info[tensor] = self._follow(name, args, kwargs, data, tensor)
+            if isinstance(info, UnitData) and info.axis is None:
+                self._refuse_in_loss(tensor)
         if not torch.is_grad_enabled():
             self._hidden += [(weakref.ref(tensor), None) for tensor in outputs]
 
@@ -1029,9 +1102,11 @@ class Capture:
 
 
 def _memory(tensor: Tensor) -> int:
-    """What tensors have in common that are views of one another; -1 for a sparse one."""
+    """What tensors have in common that are views of one another; -1 for a sparse one, and inside of torch.func's transforms."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else -1
+        if tensor.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return -1
+        return tensor.untyped_storage().data_ptr()
 
 
 def _is_placed(info: Info) -> bool:
@@ -1087,6 +1162,20 @@ class _Shared:
 
 
 _SHARED = _Shared()
+
+
+class _Constant:
+    """A tensor that no unit decides, as far as operations are seen."""
+
+
+_CONSTANT = _Constant()
+# What gives its memory to others.
+_HANDING_OUT_MEMORY = {"untyped_storage", "storage", "_typed_storage", "dlpack", "numpy", "array", "share_memory_"}
+# What makes Python numbers, texts and arrays of a tensor.
+_TAKING_OUT = {
+    Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
+    Tensor.__complex__, Tensor.__format__, Tensor.__repr__,
+}  # fmt: skip
 
 
 class _Mode(TorchFunctionMode):
@@ -1220,7 +1309,15 @@ def _refuse_surroundings() -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _name(func: Callable) -> str:
-    """'matmul' for torch.matmul, Tensor.matmul, Tensor.__matmul__; 'T' for the property."""
+    """'matmul' for torch.matmul, Tensor.matmul, Tensor.__matmul__; 'T' for the property.
+
+    Others' operations have their full name, so that none passes for one of torch's that is called alike.
+    """
+    namespace = getattr(func, "namespace", None) or getattr(func, "_qualified_op_name", "aten::").split("::")[0]
+    if isinstance(namespace, str) and namespace not in ("aten", "prims", "prim"):
+        return f"{namespace}::{getattr(func, '__name__', func)}"
+    if not (getattr(func, "__module__", None) or "torch").startswith(("torch", "sparsedp", "builtins", "_operator")):
+        return f"{func.__module__}.{getattr(func, '__name__', func)}"
     name = getattr(func, "__name__", str(func))
     if name == "__set__":
         return "set_" + str(getattr(getattr(func, "__self__", None), "__name__", ""))
@@ -1247,14 +1344,26 @@ _IN_PLACE_OPERATORS = {"add", "sub", "mul", "truediv", "floordiv", "pow", "mod",
 
 
 def _operands(args: tuple, kwargs: dict) -> list[Tensor]:
-    """The tensors among an operation's arguments, also inside of one list (torch.cat) or index tuple."""
+    """The tensors among an operation's arguments, also inside of lists, index tuples and slices."""
     found = []
     for value in args if not kwargs else (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, (tuple, list)):
-            found += [item for item in value if isinstance(item, Tensor)]
+        elif isinstance(value, (tuple, list, dict, slice)):
+            found += _inside(value)
     return found
+
+
+def _inside(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _inside(item)
+    elif isinstance(value, dict):
+        yield from _inside(tuple(value.values()))
+    elif isinstance(value, slice):
+        yield from _inside((value.start, value.stop, value.step))
 
 
 def _bounds(index: Any) -> Iterator[Tensor]:

@@ -102,6 +102,19 @@ def place_aligned(expression: Expression, grad: Tensor, dim: int) -> Placed:
     return place_built(expression, full.movedim(1, dim + 1))
 
 
+def is_shared_along(expression: Expression, dim: int) -> bool:
+    """Whether all slices along a dimension are the same part of the parameter.
+
+    Views and lookups tell by strides and ids. Computed copies (`position.repeat(B, 1, 1)`) by their values.
+    """
+    tensor = expression.tensor.detach()
+    if expression.ids is not None:
+        tensor = expression.ids
+    elif expression.is_view:
+        return tensor.stride(dim) == 0
+    return dim < tensor.ndim and torch.equal(tensor, tensor.narrow(dim, 0, 1).expand_as(tensor))
+
+
 def aligned_is_cheap(expression: Expression, dim: int) -> bool:
     """Whether `place_aligned` needs nothing larger than the gradient."""
     return expression.ids is not None or (expression.is_view and expression.tensor.stride(dim) == 0)

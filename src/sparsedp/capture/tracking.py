@@ -55,8 +55,11 @@ class Mixed:
 class WholeBatch(Mixed):
     """An input of forward() without an axis of units, by its name, or what was made of it: all units may decide it.
 
-    Bags with offsets may be made of such inputs: flat ids, weights and offsets say themselves whose an id is.
+    Bags with offsets may be made of such inputs: flat ids, weights and offsets say themselves whose an id is, as long as each
+    value is made of the one in its place alone (`in_order`).
     """
+
+    in_order: bool = True
 
 
 Info = UnitData | Mixed
@@ -115,6 +118,11 @@ def _rule(*names: str, joint: bool = False) -> Callable[[Rule], Rule]:
     return register
 
 
+def is_followed(name: str) -> bool:
+    """Whether there is a rule for an operation."""
+    return plain_name(name) in _RULES
+
+
 def plain_name(name: str) -> str:
     """The name without the underscore of in-place operations."""
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
@@ -158,7 +166,7 @@ def follow(
         )
     if not joint and (len(operands) > 1 or operands[0][0] is not _first(args, kwargs)):
         return UnitData(None)
-    if call.name in _LOSSES and len({axis for _, axis in placed}) > 1 and units > 1:
+    if call.name in _LOSSES and units > 1 and len({_place_in_loss(call, *pair) for pair in placed}) > 1:
         raise UnitsMixedError(
             f"Operation '{name}'{where()} compares predictions and targets whose units are in different places. Give both the "
             "same order."
@@ -221,7 +229,7 @@ def _follow_mixed(call: Call, operands: list[tuple[Tensor, Info]], mixed: Mixed,
                 f"Operation '{call.name}'{where()} lets the units of the batch meet the input '{mixed.operation}', which has no "
                 f"axis of units, so that all of them may decide it. {advice(mixed.operation)}"
             )
-        return mixed
+        return WholeBatch(mixed.operation, _keeps_order(call, operands))
     if call.units > 1 and any(isinstance(info, UnitData) for _, info in operands):
         raise UnitsMixedError(
             f"Operation '{call.name}'{where()} combines each unit with '{mixed.operation}' over the whole batch, so one unit's "
@@ -239,6 +247,21 @@ def _follow_mixed(call: Call, operands: list[tuple[Tensor, Info]], mixed: Mixed,
             "units of something that each unit decides alone, divided by constants only."
         )
     return mixed
+
+
+# What leaves the values of bags, which lie end to end, in their order.
+_IN_ORDER = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "getitem", "narrow", "split", "chunk", "tensor_split",
+             "split_with_sizes", "unbind", "select"}  # fmt: skip
+
+
+def _keeps_order(call: Call, operands: list[tuple[Tensor, Info]]) -> bool:
+    """Whether each value of the result is made of the values in the same place of flat inputs, and of constants."""
+    if not all(isinstance(info, WholeBatch) and info.in_order for _, info in operands):
+        return False
+    if call.name in POINTWISE:
+        return all(tensor.shape == call.out.shape for tensor, _ in operands)
+    index = call.args[1] if call.name == "getitem" else ()
+    return call.name in _IN_ORDER and not any(map(_is_advanced, index if isinstance(index, tuple) else (index,)))
 
 
 def _first(args: tuple, kwargs: dict) -> Any:
@@ -407,13 +430,25 @@ def _compare(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | N
 
 _LOSSES = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss",
            "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss", "soft_margin_loss"}  # fmt: skip
+_OF_CLASSES = ("cross_entropy", "nll_loss")
+
+
+def _place_in_loss(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+    """Where the units are in what a loss compares: dimensions are aligned from the right, with classes from the left."""
+    return axis if call.name in _OF_CLASSES else axis.shifted(-source.ndim)
 
 
 @_rule(*_LOSSES, joint=True)
 def _loss(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    if call.name in _OF_CLASSES:
+        scores = call.argument(0, "input")
+        if source.ndim == scores.ndim and axis.dim == min(1, scores.ndim - 1):
+            return Mixed("a softmax over units")
     reduction = call.kwargs.get("reduction", "mean")
     if reduction != "none":
         return Mixed("mean" if _counts_everything(call) else "a mean over valid positions")
+    if call.name not in _OF_CLASSES:
+        return _aligned(call, source, axis)
     return axis if axis == UnitAxis(0) and call.out.ndim and call.out.shape[0] == source.shape[0] else None
 
 
@@ -430,7 +465,7 @@ def _sequence_loss(call: Call, source: Tensor, axis: UnitAxis) -> Mixed:
 
 def _counts_everything(call: Call) -> bool:
     """Whether a loss divides by a number that no unit's data decides."""
-    if call.name not in ("cross_entropy", "nll_loss") or call.kwargs.get("reduction", "mean") != "mean":
+    if call.name not in _OF_CLASSES or call.kwargs.get("reduction", "mean") != "mean":
         return True
     target = call.argument(1, "target")
     ignored = call.kwargs.get("ignore_index", -100)
@@ -565,6 +600,8 @@ def _bag(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
 
 @_rule("embedding", "one_hot", joint=True)
 def _appends(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    if call.name == "one_hot" and call.argument(1, "num_classes", default=-1) == -1:
+        return Mixed("as many classes as the largest id of the batch needs")
     if call.name == "embedding" and (call.data > 1 or source is call.argument(1, "weight")):
         return Mixed("looking up activations")  # of other units, by their number
     return axis  # one more dimension, at the end
@@ -756,7 +793,11 @@ def _getitem(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | N
             return None
         if call.data == 1 and index is source:  # rows of a constant table
             return axis
-        return axis if axis == UnitAxis(0) and _counts_units(call) else Mixed("indexing with ids of the batch")
+        first = index[0] if isinstance(index, tuple) else index
+        fits = (
+            axis == UnitAxis(0) and _counts_units(call) and source.ndim == first.ndim
+        )  # fewer would lie further right
+        return axis if fits else Mixed("indexing with ids of the batch")
     items = list(index) if isinstance(index, tuple) else [index]
     if any(map(_is_advanced, items)):
         if axis != UnitAxis(0):

@@ -8,7 +8,14 @@ from typing import Any
 from torch import Tensor
 
 from sparsedp.capture.capture import Capture
-from sparsedp.capture.expressions import Expression, Placed, aligned_is_cheap, place_aligned, place_built
+from sparsedp.capture.expressions import (
+    Expression,
+    Placed,
+    aligned_is_cheap,
+    is_shared_along,
+    place_aligned,
+    place_built,
+)
 from sparsedp.capture.rules.registry import names_of, require_placeable, require_small, rule
 from sparsedp.capture.tracking import UnitAxis
 
@@ -54,6 +61,12 @@ def tap(capture: Capture, name: str, expression: Expression, axis: UnitAxis, ndi
             raise capture.refuse(
                 name, expression.names, "units share an axis with positions", "unflatten the input first"
             )
+        if units > 1 and not is_shared_along(expression, dim):
+            raise capture.refuse(
+                name, expression.names,
+                "units take different parts of it by their place in the batch, so that one unit more changes all others'",
+                "use the same part for all units, or rows that each unit's own ids pick",
+            )  # fmt: skip
         if not aligned_is_cheap(expression, dim):
             require_small(capture, name, expression)
         return capture.record(value, lambda grad: place_aligned(expression, grad, dim), UnitAxis(dim))

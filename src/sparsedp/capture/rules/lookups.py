@@ -143,10 +143,11 @@ def _embedding_bag(capture: Capture, name: str, func: Callable, args: tuple, kwa
     if capture.expression(weights) is not None:
         raise capture.refuse(name, table.names, "per_sample_weights is a parameter", "look rows up with nn.Embedding")
     for given in (ids, weights):
-        # With offsets, ids lie end to end, and nobody can tell what their order was.
-        if offsets is not None or given is None or not capture.is_data(given):
+        # With offsets, values lie end to end, as the batch has them. Other values are checked against the bags below.
+        if given is None or not capture.is_data(given) or (offsets is not None and capture.is_end_to_end(given)):
             continue
-        if capture.axis(given, name, table.names) != UnitAxis(0) or given.shape[0] != capture.units:
+        place = capture.axis(given, name, table.names)
+        if place.dim != 0 or given.shape[0] != capture.units * place.inner or (offsets is None and place.inner > 1):
             instead = "give each unit's ids and weights in a row of its own, in the order of the batch"
             raise capture.refuse(name, table.names, "its ids do not have the units on axis 0", instead)
     skip = bound.get("padding_idx")
@@ -169,6 +170,15 @@ def _embedding_bag(capture: Capture, name: str, func: Callable, args: tuple, kwa
         raise capture.refuse(
             name, table.names, f"{ids.numel() - bag_of.numel()} ids lie behind the last offset", instead
         )
+    for given in (ids, weights):
+        if given is None or offsets is None or capture.known_axis(given) is None:
+            continue
+        per_unit = given.numel() // units if units else 1
+        if not torch.equal(bag_of, torch.arange(given.numel(), device=ids.device) // per_unit):
+            raise capture.refuse(
+                name, table.names, "its offsets put ids or weights of one unit into the bag of another",
+                "let the bag of each unit hold what is its own",
+            )  # fmt: skip
     kept_ids = capture.keep(ids, name, table.names)
     kept_weights = None if weights is None else capture.keep(weights, name, table.names)
 
