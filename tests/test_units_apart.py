@@ -240,3 +240,158 @@ def test_settings_of_a_length_that_is_sometimes_that_of_the_batch_work() -> None
         module(x, (3.0, 3.0)).square().mean().backward()
         optimizer.step()
     assert {1, 2} <= sizes
+
+
+# ---------------------------------------------------------------------- anywhere in forward
+
+
+def cov_kept_in_an_attribute(m: Any, x: Tensor) -> Tensor:
+    m.aux = torch.cov(m.a(x).T).square().sum()
+    return m.a(x)
+
+
+@torch.library.custom_op("sparsedp_tests::relu", mutates_args=())
+def others_relu(x: Tensor) -> Tensor:
+    return x - x.mean(0)
+
+
+others_relu.register_autograd(lambda ctx, grad: grad - grad.mean(0))
+
+MIXING_ANYWHERE: dict[str, Callable[..., Tensor]] = {
+    "a number in a list of lists": lambda m, x: m.a(x) * torch.tensor([[x.mean()]]),
+    "an index in a list": lambda m, x: m.a(x)[:, [x.mean(0).argmax()]],
+    "the end of a slice": lambda m, x: m.a(x)[:, : (x > 0).sum(1).max()],
+    "as many classes as there are": lambda m, x: m.a(x)[:, :1] * F.one_hot((x[:, 0] > 0).long()).float().mean(1, True),
+    "torch.Tensor of a tensor": lambda m, x: m.a(x) * torch.Tensor(means := x.mean(0)) * means.new_ones(()),
+    "another class": lambda m, x: m.a(x) * x.mean(0).as_subclass(torch.Tensor),
+    "dlpack": lambda m, x: m.a(x) * torch.from_dlpack(x.mean(0)),
+    "nested tensors": lambda m, x: m.a(x) * torch.nested.nested_tensor([x.mean(0)]).to_padded_tensor(0.0)[0],
+    "all pairs in mse_loss": lambda m, x: F.mse_loss(m.a(x)[:, :1], x[:, 0], reduction="none").mean(1),
+    "all pairs in a mean": lambda m, x: F.smooth_l1_loss(m.a(x)[:, :1], x[:, 0]),
+    "a softmax over units": lambda m, x: F.cross_entropy(m.a(x)[:, 0], x[:, 0].sigmoid()),
+    "units as classes": lambda m, x: F.cross_entropy(m.a(x)[None], torch.zeros(1, D, dtype=torch.long)),
+    "pairs by index": lambda m, x: m.a(x)[torch.arange(len(x))[:, None], (x[:, 0] > 0).long()].log_softmax(1),
+    "torch.embedding": lambda m, x: m.a(x) * torch.embedding(m.a(x), torch.arange(len(x)).flip(0)),
+    "torch.embedding_bag": lambda m, x: m.a(x) - torch.embedding_bag(
+        m.a(x), torch.arange(len(x)).repeat(len(x)), torch.arange(len(x)) * len(x), False, 1)[0],
+    "another's relu": lambda m, x: m.a(torch.ops.sparsedp_tests.relu(m.a(x))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXING_ANYWHERE)
+def test_units_do_not_mix_anywhere(name: str) -> None:
+    with pytest.raises(REFUSED):
+        for _ in range(20):  # the loader may draw too few units to mix
+            run(MIXING_ANYWHERE[name], mean_of_squares)
+
+
+def test_a_loss_that_is_kept_in_an_attribute_is_held_to_the_same() -> None:
+    module = Apply(cov_kept_in_an_attribute, a=nn.Linear(D, D))
+    module, optimizer, loader = sparsedp.PrivacyEngine(seed=2).make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(torch.randn(B, D)), batch_size=B), poisson_sampling=False,
+    )  # fmt: skip
+    for (x,) in loader:
+        out = module(x)
+        with pytest.raises(UnitsMixedError, match="may mix the 8 units"):
+            (out.square().mean() + module.aux).backward()
+
+
+@pytest.mark.parametrize("part", [lambda m, x: m.w[: len(x)], lambda m, x: m.table(torch.arange(len(x))).squeeze(1)])
+def test_parameters_by_the_place_in_the_batch_are_refused(part: Callable[..., Tensor]) -> None:
+    module = Apply(
+        lambda m, x: m.a(x).squeeze(1) * part(m, x),
+        a=nn.Linear(D, 1), w=nn.Parameter(torch.ones(40)), table=nn.Embedding(40, 1),
+    )  # fmt: skip
+    module, optimizer, loader = sparsedp.PrivacyEngine(seed=2).make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(torch.randn(B, D)), batch_size=B), poisson_sampling=False,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="by their place in the batch"):
+        module(next(iter(loader))[0])
+
+
+def copy_into(view: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Any]:
+    return lambda memory, means: view(memory).copy_(means)
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "itself": copy_into(lambda memory: memory),
+    "data": copy_into(lambda memory: memory.data),
+    "view": copy_into(lambda memory: memory.view(-1)),
+    "detached": copy_into(lambda memory: memory.detach()),
+    "slice": copy_into(lambda memory: memory[0:]),
+    "part": copy_into(lambda memory: memory.split(D)[0]),
+    "lists": lambda memory, means: torch._foreach_copy_([memory.data], [means]),
+    "several outputs": lambda memory, means: torch.max(
+        means[None], 0, out=(memory.data, torch.zeros(D, dtype=torch.long))
+    ),
+}
+
+
+@pytest.mark.parametrize("is_read_before", [False, True], ids=["written first", "read first"])
+@pytest.mark.parametrize("name", WRITES)
+def test_memory_that_an_earlier_batch_wrote_through_an_alias(name: str, is_read_before: bool) -> None:
+    memory, passes = torch.ones(D), []
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x)
+        out = h * memory.clone() if is_read_before or passes else h  # a copy, which autograd may keep
+        passes.append(len(x))
+        with torch.no_grad():
+            WRITES[name](memory, h.detach().mean(0))
+        return out
+
+    with pytest.raises(UnitsMixedError, match="earlier batch"):
+        run(forward, mean_of_squares, batch=4)
+
+
+@pytest.mark.parametrize("write", [
+    lambda m, x: m.scale.fill_(x.abs().max().item()), lambda m, x: m.scale.mul_(float(x.abs().max())),
+    lambda m, x: m.a.weight.data.fill_(x.abs().max().tolist()), lambda m, x: m.scale.add_(int(x.abs().max())),
+])  # fmt: skip
+def test_python_numbers_of_the_batch_do_not_reach_the_state(write: Callable[[Any, Tensor], Any]) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            write(m, x)
+        return m.a(x)
+
+    module = Apply(forward, a=nn.Linear(D, D))
+    module.register_buffer("scale", torch.ones(()))
+    module, optimizer, loader = sparsedp.PrivacyEngine(seed=2).make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(torch.randn(B, D)), batch_size=B), poisson_sampling=False,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedError, match="Python value of the batch"):
+        module(next(iter(loader))[0])
+
+
+BAGS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "a softmax over all weights": lambda ids, w: (ids.flatten(), w.flatten().softmax(0)),
+    "weights less their mean": lambda ids, w: (ids.flatten(), (w - w.mean()).flatten()),
+    "ids turned around": lambda ids, w: (ids.flatten().flip(0), w.flatten()),
+    "ids by columns": lambda ids, w: (ids.T.flatten(), w.flatten()),
+}
+
+
+@pytest.mark.parametrize("name", [*BAGS, "as they are"])
+def test_bags_with_offsets_hold_what_is_the_units_own(name: str) -> None:
+    change = BAGS.get(name, lambda ids, w: (ids.flatten(), w.flatten()))
+
+    def forward(m: Any, ids: Tensor, w: Tensor) -> Tensor:
+        flat_ids, flat_weights = change(ids, w)
+        return m.bag(flat_ids, torch.arange(len(ids)) * 3, flat_weights)
+
+    module = Apply(forward, bag=nn.EmbeddingBag(9, D, mode="sum"))
+    module, optimizer, loader = sparsedp.PrivacyEngine(seed=2).make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1), noise_multiplier=0.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(torch.randint(0, 9, (B, 3)), torch.rand(B, 3)), batch_size=B),
+        poisson_sampling=False,
+    )  # fmt: skip
+    ids, w = next(iter(loader))
+    if name in BAGS:
+        with pytest.raises(REFUSED):
+            module(ids, w)
+    else:
+        module(ids, w).square().mean().backward()
+        optimizer.step()
