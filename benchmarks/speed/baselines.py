@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from sparsedp.bench.timing import Stopwatch
+from benchmarks.speed.timing import Stopwatch
 from sparsedp.clipping import Clipping
 from sparsedp.errors import UnsupportedError
 from sparsedp.noise import GaussianNoise, RandomKey

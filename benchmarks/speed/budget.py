@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from sparsedp.report.speed.tables import markdown_table, number
+from benchmarks.speed.markdown import markdown_table, number
 
 Results = Mapping[str, Mapping[str, Any]]
 Found = Iterable[tuple[str, float]]  # where, and the ratio of best times there
@@ -16,6 +16,13 @@ class Line(NamedTuple):
     most: float | None  # None: there is a least instead
     least: float | None
     find: Callable[[Results], Found]
+
+    @property
+    def asked(self) -> str:
+        return f"at most {self.most:g}" if self.most is not None else f"at least {self.least:g}"
+
+    def met(self, value: float) -> bool:
+        return value <= self.most if self.most is not None else self.least is not None and value >= self.least
 
 
 def _rows(results: Results, part: str) -> list[Mapping[str, Any]]:
@@ -93,26 +100,48 @@ LINES = (
 )
 
 
-def section(results: Results) -> str:
-    lines = []
-    for what, most, least, find in LINES:
-        asked = f"at most {most:g}" if most is not None else f"at least {least:g}"
-        for where, value in find(results):
-            met = value <= most if most is not None else least is not None and value >= least
-            lines.append([what, where, asked, number(value), "yes" if met else "no"])
+def page(results: Results) -> str:
+    """Every place that the budget is measured at; "" if there is none."""
+    lines = [
+        [line.what, where, line.asked, number(value), "yes" if line.met(value) else "no"]
+        for line in LINES
+        for where, value in line.find(results)
+    ]
     if not lines:
         return ""
-    quick = any(result.get("command", "").endswith("--quick") for result in results.values())
-    note = "Parts were run with `--quick`, at sizes for which the budget is not meant.\n\n" if quick else ""
     table = markdown_table(("what", "where", "budget", "measured", "met"), lines)
-    return f"## The budget\n\n{note}{table}{_WHY if any(line[-1] == 'no' for line in lines) else ''}"
+    why = _WHY if any(line[-1] == "no" for line in lines) else ""
+    return f"# The budget\n\n{_quick_note(results)}{table}{why}"
+
+
+def section(results: Results) -> str:
+    """One line for each number of the budget, over all of its places; "" if none was measured."""
+    lines = []
+    for line in LINES:
+        values = [value for _, value in line.find(results)]
+        if values:
+            measured = number(min(values))
+            if number(max(values)) != measured:
+                measured += f" to {number(max(values))}"
+            met = sum(map(line.met, values))
+            answer = "yes" if met == len(values) else "no" if not met else f"{met} of {len(values)}"
+            lines.append([line.what, line.asked, measured, answer])
+    if not lines:
+        return ""
+    table = markdown_table(("what", "budget", "measured", "met"), lines)
+    return f"{_quick_note(results)}{table}\n\n[The budget](budget.md), place by place, and why what is not met is not."
+
+
+def _quick_note(results: Results) -> str:
+    quick = any(result.get("command", "").endswith("--quick") for result in results.values())
+    return "Parts were run with `--quick`, at sizes for which the budget is not meant.\n\n" if quick else ""
 
 
 _WHY = """
 
-What is not met, and why. A private step has a plain one's matrix products, which are most of it, so it cannot be faster by more
-than what plain PyTorch wastes on sparse gradients. [Below](#what-a-step-has-to-take), every stage stands beside the least that
-this machine could take for it, and beside plain PyTorch's: norms read all activations and gradients once more, the distinct rows
-have to be found, and Python takes its time for each operation that is captured and each table that is settled, 26 times in a step
-of pCTR or DLRM. AdaFEST's step on one table, beside dense DP-SGD's, is nearly all Python and calls of torch: its largest tensors
-have a quarter of a megabyte."""
+What is not met, and why. A private step has a plain one's matrix products, which are most of it, so it cannot be faster by
+more than what plain PyTorch wastes on sparse gradients. In [What a step has to take](bound.md), every stage stands beside the
+least that this machine could take for it, and beside plain PyTorch's: norms read all activations and gradients once more, the
+distinct rows have to be found, and Python takes its time for each operation that is captured and each table that is settled,
+26 times in a step of pCTR or DLRM. AdaFEST's step on one table, beside dense DP-SGD's, is nearly all Python and calls of torch:
+its largest tensors have a quarter of a megabyte."""

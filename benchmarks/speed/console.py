@@ -1,4 +1,4 @@
-"""What the commands of `sparsedp bench` share: options, checks before a long run, and tables."""
+"""What the parts' commands share: options, checks before a long run, and tables."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.speed.stages import stages_of
 from sparsedp.errors import SparseDPError
 
 
@@ -64,10 +65,10 @@ def make_table(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def stage_table(title: str, stages: Sequence[str], rows: list[dict[str, Any]], heads: Sequence[str]) -> Table:
+def stage_table(title: str, rows: list[dict[str, Any]], heads: Sequence[str]) -> Table:
     """Best times of the stages, one column for each of `rows`."""
     table = make_table(title, ("stage", *heads))
-    for stage in stages:
+    for stage in stages_of(rows):
         times = [row["stages"].get(stage) for row in rows]
         table.add_row(stage, *("-" if seconds is None else f"{1e3 * seconds:.1f}" for seconds in times))
     return table

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from sparsedp.bench.timing import Stopwatch
+from benchmarks.speed.timing import Stopwatch
 from sparsedp.capture import Capture, ParameterUses
 from sparsedp.clipping import Clipping
 from sparsedp.noise import GaussianNoise, RandomKey

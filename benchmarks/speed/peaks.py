@@ -23,13 +23,12 @@ from typing import Any
 
 import torch
 
-from sparsedp.bench.timing import peak_memory
-from sparsedp.bench.watch import can_watch, memory_now
+from benchmarks.speed.watch import can_watch, memory_now
 from sparsedp.errors import SparseDPError
 
 Runs = Mapping[str, Callable[[], None]]
 # Loaded once, before the processes of the settings are forked.
-_LOADED = ["sparsedp.bench.bound", "sparsedp.bench.vocabulary"]
+_LOADED = ["benchmarks.speed.bound.measure", "benchmarks.speed.vocabulary.measure"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,6 @@ def _answer(small: Callable[[], None], run: Callable[[], None], threads: int) ->
         small()
         before = memory_now(b"VmRSS")
         run()
-        return {"total": peak_memory(), "before": before}
+        return {"total": memory_now(b"VmHWM"), "before": before}
     except BaseException:  # whatever it is, the parent process tells it
         return {"error": traceback.format_exc()[-2000:]}

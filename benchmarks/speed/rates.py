@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsedp.bench.work import FLOAT, Product, Work
+from benchmarks.speed.work import FLOAT, Product, Work
 from sparsedp.capture.kernels import move_rows
 from sparsedp.noise import GaussianNoise, RandomKey
 from sparsedp.threads import on_all_cores, split

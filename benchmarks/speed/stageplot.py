@@ -7,7 +7,7 @@ from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
-from sparsedp.bench.varied import stages_of
+from benchmarks.speed.stages import STAGE_COLORS, stages_of
 
 
 def stacked_stages(
@@ -15,19 +15,18 @@ def stacked_stages(
     unit: str,
     unit_name: str,
     labels: Sequence[str],
-    colors: Mapping[str, str],
     title: str,
 ) -> Figure | None:
-    """A bar for each of `rows`, in units of the step of variant `unit`; stages in the order of `colors`. None without rows."""
+    """A bar for each of `rows`, in units of the step of variant `unit`. None without rows."""
     if not rows:
         return None
     step = next(row["best"] for row in rows if row["variant"] == unit)
     figure = Figure(figsize=(2.5 + 1.1 * len(rows), 4.0), layout="constrained")
     panel = figure.subplots()
     below = [0.0] * len(rows)
-    for stage in stages_of(rows, list(colors)):
+    for stage in stages_of(rows):
         heights = [row["stages"].get(stage, 0.0) / step for row in rows]
-        panel.bar(range(len(rows)), heights, 0.7, below, label=stage, color=colors.get(stage, "k"))
+        panel.bar(range(len(rows)), heights, 0.7, below, label=stage, color=STAGE_COLORS.get(stage, "k"))
         below = [low + height for low, height in zip(below, heights)]
     panel.set_xticks(range(len(rows)), labels)
     panel.tick_params(axis="x", labelsize=7)

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
-
-import torch
-
-from sparsedp.version import __version__
 
 
 @dataclass(frozen=True)
@@ -109,25 +102,3 @@ class Stopwatch:
     @property
     def stages(self) -> dict[str, float]:
         return dict(self._best)
-
-
-def peak_memory() -> int:
-    """Most memory that this process has had, in bytes."""
-    status = Path("/proc/self/status")
-    if status.is_file():  # getrusage would count what the parent process had when it started this one
-        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    import resource  # not on every system
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers were measured with."""
-    return {
-        "processor": platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "sparsedp": __version__,
-    }

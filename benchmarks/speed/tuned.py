@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsedp.bench.step import Workload
-from sparsedp.bench.timing import Stopwatch
+from benchmarks.speed.steps import Workload
+from benchmarks.speed.timing import Stopwatch
 from sparsedp.capture.kernels import move_rows
 from sparsedp.capture.rows import RowSpace, TouchedRows
 from sparsedp.capture.uses import Lookup, ParameterUses

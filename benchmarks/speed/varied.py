@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import gc
-import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from sparsedp.bench.peaks import Runs, peaks
-from sparsedp.errors import SparseDPError
+from benchmarks.speed.peaks import Runs, peaks
 
 S = TypeVar("S")  # a frozen dataclass: what a step is measured at
 
@@ -75,27 +69,3 @@ def measure_varied(
 def off_base(repeats: int, base: bool) -> int:
     """Half as many repeats where a quantity is varied as at the base setting."""
     return repeats if base else -(-repeats // 2)
-
-
-def stages_of(rows: Iterable[Mapping[str, Any]], order: Sequence[str]) -> list[str]:
-    """The stages that some of the rows have: those of `order` first, in that order."""
-    found = dict.fromkeys(stage for row in rows for stage in row["stages"])
-    return [*(stage for stage in order if stage in found), *(stage for stage in found if stage not in order)]
-
-
-def available_memory() -> int:
-    """Bytes that can be had without swapping, as far as the system says."""
-    info = Path("/proc/meminfo")
-    if info.is_file():
-        line = next(line for line in info.read_text().splitlines() if line.startswith("MemAvailable"))
-        return int(line.split()[1]) * 1024
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def in_own_process(module: str, setting: Any, variant: str) -> Any:
-    """What `python -m module SETTING VARIANT` prints, as JSON: memory is measured in a process of its own."""
-    command = [sys.executable, "-m", module, json.dumps(asdict(setting)), variant]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise SparseDPError(f"Measuring the memory of {variant} failed: {done.stderr.strip()[-2000:]}")
-    return json.loads(done.stdout)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsedp.bench.step import Workload
+from benchmarks.speed.steps import Workload
 from sparsedp.capture import Capture, Captured, RowNorms
 from sparsedp.mechanisms import AdaFEST, Mechanism
 from sparsedp.sampling import BatchInfo

@@ -1,4 +1,4 @@
-"""`sparsedp bench bound`: counts against those made by hand, bounds, and that all rows and fields come out."""
+"""`python -m benchmarks bound`: counts against those made by hand, bounds, and that all rows and fields come out."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from benchmarks.command import main, make_parser
+from benchmarks.speed import rates, work
+from benchmarks.speed.bound import measure as bound
+from benchmarks.speed.bound import options
+from benchmarks.speed.bound.page import difference_lines, page
+from benchmarks.speed.bound.plots import write_plots
+from benchmarks.speed.ghost import unit_losses
+from benchmarks.speed.rates import Rates
+from benchmarks.speed.step.measure import pctr
+from benchmarks.speed.steps import Workload, plain_step
+from benchmarks.speed.tied import measure as tied
+from benchmarks.speed.timing import Stopwatch, Timing
+from benchmarks.speed.tuned import tuned_step
+from benchmarks.speed.work import Counting, Product, Work, count, plain_stages, private_stages
 from torch import Tensor, nn
 
-from sparsedp.bench import bound, rates, tied, work
-from sparsedp.bench.ghost import unit_losses
-from sparsedp.bench.rates import Rates
-from sparsedp.bench.step import Workload, pctr, plain_step
-from sparsedp.bench.timing import Stopwatch, Timing
-from sparsedp.bench.tuned import tuned_step
-from sparsedp.bench.work import Counting, Product, Work, count, plain_stages, private_stages
-from sparsedp.cli import benchbound
-from sparsedp.cli.main import main
 from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, LazyDP
 from sparsedp.models import DLRM
 from sparsedp.nn import sequence_loss
-from sparsedp.report.boundplots import write_bound_plots
-from sparsedp.report.speed.bound import difference_lines, section
 
 # ------------------------------------------------------------------ counting by hand
 
@@ -310,10 +313,10 @@ def test_all_rows_and_fields(narrow: None, tmp_path: Path) -> None:
     assert settled["normals"] == 128 * lazy["rows_touched"] and settled["bytes"] == 8 * settled["normals"]
     drawn = [next(stage["normals"] for stage in row["stages"] if stage["stage"] == "noise") for row in (lazy, eana)]
     assert drawn[1] - drawn[0] == settled["normals"]  # the same numbers, drawn elsewhere
-    text = section(json.loads(json.dumps(result)), ["bound_dlrm.png", "growth_dim.png"])
-    assert text.startswith("## ") and "### DLRM" in text and "LazyDP: settling" in text
+    text = page(json.loads(json.dumps(result)), ["bound_dlrm.png", "growth_dim.png"])
+    assert text.startswith("# ") and "\n## DLRM" in text and "LazyDP: settling" in text
     assert "![bound dlrm](bound_dlrm.png)" in text and "growth_dim" not in text
-    assert write_bound_plots(result, tmp_path) == [f"bound_{name}.png" for name in bound.SUBJECTS]
+    assert write_plots(result, tmp_path) == [f"bound_{name}.png" for name in bound.SUBJECTS]
 
 
 def test_the_tuned_step_is_the_plain_one() -> None:
@@ -338,15 +341,16 @@ def test_the_tuned_step_is_the_plain_one() -> None:
 
 
 def test_the_command_knows_all_names() -> None:
-    assert list(bound.SUBJECTS) == list(benchbound.WORKLOADS)
-    assert set(benchbound.FULL) == set(benchbound.QUICK) == set(benchbound._HELP)
-    assert set(asdict(bound.Sizes())) | {"repeats"} == set(benchbound.FULL)
+    for name in bound.SUBJECTS:
+        assert make_parser().parse_args(["bound", f"--workload={name}"]).workload == [name]
+    assert set(options.FULL) == set(options.QUICK) == set(options._HELP)
+    assert set(asdict(bound.Sizes())) | {"repeats"} == set(options.FULL)
 
 
 def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(benchbound, "_QUICK_RATES", (0.0, (1 << 16,), 1 << 20))
+    monkeypatch.setattr(options, "_QUICK_RATES", (0.0, (1 << 16,), 1 << 20))
     monkeypatch.setattr(rates, "_NUMBERS", 1000)
-    argv = ["bench", "bound", "--quick", "--items=20", "--length=4", "--sequences=3", "--repeats=1"]
+    argv = ["bound", "--quick", "--items=20", "--length=4", "--sequences=3", "--repeats=1"]
     argv += ["--workload=tied_candidates", f"--json={tmp_path / 'out.json'}", f"--plots={tmp_path / 'plots'}"]
     assert main(argv) == 0
     shown = capsys.readouterr()
@@ -359,4 +363,4 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: py
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["bound_tied_candidates.png"]
     for wrong in ("--batch=0", "--scale=0", "--workload=mlp"):
         with pytest.raises(SystemExit):
-            main(["bench", "bound", wrong])
+            main(["bound", wrong])

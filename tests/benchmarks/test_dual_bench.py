@@ -1,4 +1,4 @@
-"""`sparsedp bench dual`: batches, variants that are what they are called, all rows and fields, and the page's section."""
+"""`python -m benchmarks dual`: batches, variants that are what they are called, all rows and fields, and the page."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.command import main
+from benchmarks.speed.dual import measure as dual
+from benchmarks.speed.dual import options
+from benchmarks.speed.dual.page import page
+from benchmarks.speed.steps import private_run
+from benchmarks.speed.timing import Stopwatch, Timing
 from scipy import stats
 
-from sparsedp.bench import dual
-from sparsedp.bench.step import STAGES, private_run
-from sparsedp.bench.timing import Stopwatch, Timing
-from sparsedp.cli import benchdual
-from sparsedp.cli.main import main
-from sparsedp.report.speed.dual import section
-
 TINY = dual.Setting(items=200, batch=8)
+STAGES = {"forward", "settling", "backward", "collect", "norms", "sums", "selection", "noise", "update"}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_variants_are_what_they_are_called(name: str) -> None:
         else:
             assert changed == list(range(201)) if name == "dpsgd" else changed != ids
     plain = {"forward", "backward", "update"}
-    assert set(variant.watch.stages) >= plain and set(variant.watch.stages) <= set(STAGES)
+    assert set(variant.watch.stages) >= plain and set(variant.watch.stages) <= STAGES
     assert ("settling" in variant.watch.stages) == (name == "lazydp")
     assert name != "sgd" or set(variant.watch.stages) == plain
     if variant.settle is not None:
@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     found = dual.bench_dual([100], [4], say=said.append)
     assert found["rows"] == [] and found["left_out"][0]["variants"] == list(dual.VARIANTS)
-    assert "does not fit" in said[0] and "Left out at 100 items" in section(found, [])
+    assert "does not fit" in said[0] and "Left out at 100 items" in page(found, [])
 
 
 @pytest.mark.slow
@@ -179,14 +179,14 @@ def test_memory_of_every_row() -> None:
 
 
 def test_the_papers_settings_are_the_defaults() -> None:
-    from sparsedp.bench.papers import EANA_TABLE_3
+    from benchmarks.speed.papers.published import EANA_TABLE_3
 
-    assert benchdual.FULL["items"] == tuple(speeds.items for speeds in EANA_TABLE_3)
-    assert benchdual.FULL["batch"][0] == 64 and dual.NEGATIVES == 63
+    assert options.FULL["items"] == tuple(speeds.items for speeds in EANA_TABLE_3)
+    assert options.FULL["batch"][0] == 64 and dual.NEGATIVES == 63
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["bench", "dual", "--quick", "--items=60", "--items=90", "--batch=4", "--repeats=1"]
+    argv = ["dual", "--quick", "--items=60", "--items=90", "--batch=4", "--repeats=1"]
     argv += [f"--json={tmp_path / 'out.json'}", f"--plots={tmp_path / 'plots'}"]
     assert main(argv) == 0
     shown = capsys.readouterr()
@@ -196,16 +196,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [row["setting"]["items"] for row in found["rows"] if row["variant"] == "sgd"] == [90, 60]
     plots = {path.name for path in (tmp_path / "plots").iterdir()}
     assert "dual_speed.png" in plots and plots <= {"dual_speed.png", "dual_stages.png"}
-    text = section(found, [*plots, "tied_stages.png"])
-    assert text.startswith("## ") and "![dual speed](dual_speed.png)" in text and "tied" not in text
+    text = page(found, [*plots, "tied_stages.png"])
+    assert text.startswith("# ") and "![dual speed](dual_speed.png)" in text and "tied" not in text
 
 
 def test_the_command_refuses_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "dual", f"--json={tmp_path / 'nowhere' / 'out.json'}"]) == 2
+    assert main(["dual", f"--json={tmp_path / 'nowhere' / 'out.json'}"]) == 2
     assert "nowhere" in capsys.readouterr().err
     for wrong in ("--items=0", "--batch=none", "--repeats=-1", "--slow-repeats=0"):
         with pytest.raises(SystemExit):
-            main(["bench", "dual", wrong])
+            main(["dual", wrong])
 
 
 def test_the_section_has_the_results_numbers(result: dict[str, Any]) -> None:
@@ -214,7 +214,7 @@ def test_the_section_has_the_results_numbers(result: dict[str, Any]) -> None:
     row |= {"best": 0.0123, "median": 0.0234, "spread": 0.0011, "steps_per_second": 1 / 0.0123}
     row["ratio_to_sgd"], row["dpsgd_over_this"] = {"best": 1.11, "median": 1.22}, {"best": 77.7, "median": 66.6}
     row["memory"] = round(0.021 * dual.Setting(200).table_bytes)
-    lines = section(result, []).splitlines()
+    lines = page(result, []).splitlines()
     (line,) = [line for line in lines if line.startswith("| 200 | 4 | LazyDP")]
     assert "| 12.3 (23.4 ± 1.1) | 81.3 | 1.11 (1.22) |" in line
     assert "| 77.7 (66.6) | 0.0 (2.1 %) |" in line
@@ -227,14 +227,14 @@ def test_the_section_without_dpsgd(result: dict[str, Any]) -> None:
         {k: v for k, v in row.items() if k != "dpsgd_over_this"} for row in result["rows"] if row["variant"] != "dpsgd"
     ]
     gone = {"setting": asdict(TINY), "variants": ["dpsgd"], "reason": "not enough memory"}
-    text = section({**result, "rows": rows, "left_out": [gone]}, [])
+    text = page({**result, "rows": rows, "left_out": [gone]}, [])
     assert "| DP-SGD |" not in text and "Left out at 200 items, batch 8, not enough memory: DP-SGD." in text
     assert next(line for line in text.splitlines() if line.startswith("| 200 | 4 | EANA")).endswith("| - | - |")
 
 
 def test_plots_of_nothing(tmp_path: Path, result: dict[str, Any]) -> None:
-    from sparsedp.report.dualplots import write_dual_plots
+    from benchmarks.speed.dual.plots import write_plots
 
-    assert write_dual_plots({**result, "rows": []}, tmp_path) == []
+    assert write_plots({**result, "rows": []}, tmp_path) == []
     even = [{**row, "ratio_to_sgd": {"best": 1.0, "median": 1.0}} for row in result["rows"]]
-    assert write_dual_plots({**result, "rows": even}, tmp_path) == ["dual_speed.png", "dual_stages.png"]
+    assert write_plots({**result, "rows": even}, tmp_path) == ["dual_speed.png", "dual_stages.png"]

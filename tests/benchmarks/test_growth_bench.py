@@ -1,4 +1,4 @@
-"""`sparsedp bench growth`: fits, what is varied, and that all rows and fields come out."""
+"""`python -m benchmarks growth`: fits, what is varied, and that all rows and fields come out."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.command import main, make_parser
+from benchmarks.speed.growth import measure as growth
+from benchmarks.speed.growth import options
+from benchmarks.speed.growth.page import page
+from benchmarks.speed.growth.plots import write_plots
+from benchmarks.speed.steps import private_run
+from benchmarks.speed.tied import measure as tied
+from benchmarks.speed.timing import Stopwatch
 from scipy.stats import linregress
-
-from sparsedp.bench import growth, tied
-from sparsedp.bench.step import private_run
-from sparsedp.bench.timing import Stopwatch
-from sparsedp.cli import benchgrowth
-from sparsedp.cli.main import main
-from sparsedp.report.growthplots import write_growth_plots
-from sparsedp.report.speed.growth import section
 
 TINY = growth.Click(batch=8, tables=2, rows=40, dim=4)
 TINY_SEQUENCE = tied.Setting(items=20, length=4, batch=3)
@@ -80,7 +80,7 @@ def test_exponents_of_rows() -> None:
 # ------------------------------------------------------------------ what is varied
 
 
-@pytest.mark.parametrize("defaults", [benchgrowth.FULL, benchgrowth.QUICK])
+@pytest.mark.parametrize("defaults", [options.FULL, options.QUICK])
 def test_ranges_are_wide(defaults: dict[str, int]) -> None:
     bases: dict[str, Any] = {
         "click": growth.Click(*(defaults[key] for key in ("batch", "tables", "rows", "dim"))),
@@ -173,10 +173,10 @@ def test_all_rows_and_fields(plenty: None, tmp_path: Path) -> None:
     assert result["click"] == asdict(TINY) and result["benchmark"] == "growth"
     for row in rows:
         row["memory"] = 8 * row["value"] * 10**6
-    text = section(json.loads(json.dumps(result)), ["growth_rows.png", "tied_items.png"])
-    assert text.startswith("## ") and "![growth rows](growth_rows.png)" in text and "tied_items" not in text
+    text = page(json.loads(json.dumps(result)), ["growth_rows.png", "tied_items.png"])
+    assert text.startswith("# ") and "![growth rows](growth_rows.png)" in text and "tied_items" not in text
     assert "| rows of a table | 4 to 400 |" in text and "| DP-SGD | 32.0 | 96.0 | 320.0 | 960.0 | 3,200.0 |" in text
-    assert write_growth_plots(result, tmp_path) == ["growth_rows.png", "growth_length.png", "growth_memory.png"]
+    assert write_plots(result, tmp_path) == ["growth_rows.png", "growth_length.png", "growth_memory.png"]
 
 
 def test_a_section_without_some_variants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def test_a_section_without_some_variants(monkeypatch: pytest.MonkeyPatch) -> Non
     large = replace(TINY, rows=200_000)
     result = growth.bench_growth(large, TINY_SEQUENCE, vary=["rows"], repeats=1, memory=False)
     assert {name for gone in result["left_out"] for name in gone["variants"]} >= {"dpsgd"}
-    text = section(result, [])
+    text = page(result, [])
     assert "for want of memory" in text and "Tied Transformer" not in text
 
 
@@ -201,13 +201,13 @@ def test_memory_of_every_row(plenty: None) -> None:
 
 
 def test_the_command_knows_all_names() -> None:
-    assert benchgrowth.VARIED == growth.VARIED
-    assert set(benchgrowth.FULL) == set(benchgrowth.QUICK) == set(benchgrowth._HELP)
+    for name in growth.VARIED:
+        assert make_parser().parse_args(["growth", f"--vary={name}"]).vary == [name]
+    assert set(options.FULL) == set(options.QUICK) == set(options._HELP)
 
 
 def test_the_command(plenty: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = [
-        "bench",
         "growth",
         "--quick",
         "--batch=8",
@@ -227,4 +227,4 @@ def test_the_command(plenty: None, tmp_path: Path, capsys: pytest.CaptureFixture
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["growth_batch.png"]
     for wrong in ("--rows=0", "--vary=skew", "--repeats=many"):
         with pytest.raises(SystemExit):
-            main(["bench", "growth", wrong])
+            main(["growth", wrong])

@@ -1,4 +1,4 @@
-"""`sparsedp bench lazydp`: access patterns, the baselines' clipped sums, and that all rows and fields come out."""
+"""`python -m benchmarks lazydp`: access patterns, the baselines' clipped sums, and that all rows and fields come out."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.command import main, make_parser
+from benchmarks.speed.access import HOT_ROWS, SKEWS, draw_ids
+from benchmarks.speed.baselines import add_materialised, add_reweighted, dense_step
+from benchmarks.speed.lazydp import measure as lazydp
+from benchmarks.speed.lazydp import options
+from benchmarks.speed.lazydp.page import page
+from benchmarks.speed.timing import Stopwatch, interleaved
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, TensorDataset
 
 import sparsedp
-from sparsedp.bench import lazydp
-from sparsedp.bench.access import HOT_ROWS, SKEWS, draw_ids
-from sparsedp.bench.baselines import add_materialised, add_reweighted, dense_step
-from sparsedp.bench.timing import Stopwatch, interleaved
-from sparsedp.cli import benchlazydp
-from sparsedp.cli.main import main
 from sparsedp.clipping import Clipping
 from sparsedp.errors import UnsupportedError
 from sparsedp.models import DLRM
-from sparsedp.report.speed.lazydp import section
 from sparsedp.sampling import BatchInfo
 from support import one_by_one
 from test_dlrm import batch, small
@@ -315,17 +315,20 @@ def test_memory_of_every_row() -> None:
     assert set(share) == {(batch, name) for batch in (4, 8, 16) for name in ("sgd", "dpsgd_f", "lazydp")}
     for (_, name), own in share.items():  # a gradient of the tables' size, and the model's working memory
         assert 0.9 < own < 3 if name == "dpsgd_f" else own < 2
-    text = section(result, [])
+    text = page(result, [])
     assert text.count("peak memory beyond the tables, MB") == 1 and "memory beyond the tables, MB (share)" in text
 
 
 def test_the_command_knows_all_names() -> None:
-    assert list(benchlazydp.VARIED) == list(lazydp.QUANTITIES)
-    assert ["sgd", *benchlazydp.VARIANTS] == list(lazydp.VARIANTS)
+    assert ["sgd", *options.COMPARED] == list(lazydp.VARIANTS)
+    for name in lazydp.QUANTITIES:
+        assert make_parser().parse_args(["lazydp", f"--vary={name}"]).vary == [name]
+    for name in options.COMPARED:
+        assert make_parser().parse_args(["lazydp", f"--variant={name}"]).variant == [name]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["bench", "lazydp", "--quick", "--gigabytes=0.0005", "--batch=32", "--repeats=1", "--vary=batch"]
+    argv = ["lazydp", "--quick", "--gigabytes=0.0005", "--batch=32", "--repeats=1", "--vary=batch"]
     argv += ["--variant=lazydp", "--variant=eana", f"--json={tmp_path / 'out.json'}", f"--plots={tmp_path / 'plots'}"]
     assert main(argv) == 0
     shown = capsys.readouterr()
@@ -339,8 +342,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_command_refuses_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "lazydp", f"--json={tmp_path / 'nowhere' / 'out.json'}"]) == 2
+    assert main(["lazydp", f"--json={tmp_path / 'nowhere' / 'out.json'}"]) == 2
     assert "nowhere" in capsys.readouterr().err
     for wrong in ("--gigabytes=0", "--gigabytes=many", "--batch=0", "--repeats=-1", "--vary=dim", "--variant=adam"):
         with pytest.raises(SystemExit):
-            main(["bench", "lazydp", wrong])
+            main(["lazydp", wrong])

@@ -1,4 +1,4 @@
-"""`sparsedp bench memory`: that it sees memory, what it refuses, and that all phases come out."""
+"""`python -m benchmarks memory`: that it sees memory, what it refuses, and that all phases come out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.command import main, make_parser
+from benchmarks.speed import watch
+from benchmarks.speed.machine import total_memory
+from benchmarks.speed.memory import measure as memory
+from benchmarks.speed.memory import options
+from benchmarks.speed.memory.page import page
+from benchmarks.speed.memory.plots import write_plots
 
-from sparsedp.bench import memory, watch
-from sparsedp.cli import benchmemory
-from sparsedp.cli.main import main
 from sparsedp.errors import SparseDPError
-from sparsedp.report.memoryplots import write_memory_plots
-from sparsedp.report.speed.memory import section
 
 MEGABYTE = 1 << 20
 TINY = 0.004  # GB
@@ -122,7 +124,7 @@ def quiet(run: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> str:
 def test_all_phases_of_all_variants(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files, plots, result = tmp_path / "files", tmp_path / "plots", tmp_path / "memory.json"
     files.mkdir()
-    command = ["bench", "memory", f"--gigabytes={TINY}", "--batch=64", f"--folder={files}", f"--json={result}"]
+    command = ["memory", f"--gigabytes={TINY}", "--batch=64", f"--folder={files}", f"--json={result}"]
     said = quiet(lambda: main([*command, f"--plots={plots}"]), capsys)
     found = json.loads(result.read_text())
     assert found["benchmark"] == "memory" and found["left_out"] == []
@@ -144,9 +146,9 @@ def test_all_phases_of_all_variants(here: None, tmp_path: Path, capsys: pytest.C
     assert list(files.iterdir()) == []
     for word in ("LazyDP", "AdaFEST", "EANA", "PyTorch", "checkpoint loaded"):
         assert word in said
-    page = section(found, [path.name for path in plots.iterdir()])
-    assert page.startswith("## ") and "![memory peaks](memory_peaks.png)" in page
-    assert f"{100 * found['rows'][0]['peak_share']:.1f} %" in page and "Skipped" not in page
+    text = page(found, [path.name for path in plots.iterdir()])
+    assert text.startswith("# ") and "![memory peaks](memory_peaks.png)" in text
+    assert f"{100 * found['rows'][0]['peak_share']:.1f} %" in text and "Skipped" not in text
 
 
 @pytest.mark.slow
@@ -162,25 +164,22 @@ def test_what_does_not_fit_is_skipped_and_reported(
     here: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(memory, "disk_problem", lambda folder, table: "the disk is full")
-    command = ["bench", "memory", f"--gigabytes={TINY}", "--batch=64", "--variant=adafest", "--variant=plain"]
+    command = ["memory", f"--gigabytes={TINY}", "--batch=64", "--variant=adafest", "--variant=plain"]
     said = quiet(lambda: main([*command, f"--json={tmp_path / 'r.json'}"]), capsys)
     found = json.loads((tmp_path / "r.json").read_text())
     skipped = [row for row in found["rows"] if "skipped" in row]
     assert skipped == [{"variant": "adafest", "phase": p, "skipped": "the disk is full"} for p in memory.ON_DISK]
     assert "Skipped: the disk is full." in said
-    assert (
-        "Skipped: the disk is full." in section(found, [])
-        and "checkpoint" not in section(found, []).split("Anonymous")[0]
-    )
-    assert write_memory_plots(found, tmp_path) == ["memory_peaks.png"]
+    assert "Skipped: the disk is full." in page(found, []) and "checkpoint" not in page(found, []).split("Anonymous")[0]
+    assert write_plots(found, tmp_path) == ["memory_peaks.png"]
 
     monkeypatch.setattr(memory, "available_memory", lambda: 5)
     said = quiet(lambda: main([*command, f"--json={tmp_path / 'r.json'}"]), capsys)
     found = json.loads((tmp_path / "r.json").read_text())
     assert found["rows"] == [] and [gone["variant"] for gone in found["left_out"]] == ["adafest", "plain"]
     assert "Left out: AdaFEST, 0.0 GB of memory are available" in " ".join(said.split())
-    assert "Left out: PyTorch" in section(found, [])
-    assert write_memory_plots(found, tmp_path) == []
+    assert "Left out: PyTorch" in page(found, [])
+    assert write_plots(found, tmp_path) == []
 
 
 def test_files_are_removed_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,15 +194,17 @@ def test_files_are_removed_when_it_fails(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert tuple(memory.VARIANTS) == benchmemory.VARIANTS and benchmemory.FULL["batch"] == memory.BATCH
+    for name in memory.VARIANTS:
+        assert make_parser().parse_args(["memory", f"--variant={name}"]).variant == [name]
+    assert options.FULL["batch"] == memory.BATCH
     asked: list[dict[str, Any]] = []
 
-    def bench(**options: Any) -> dict[str, Any]:
-        asked.append(options)
+    def bench(**chosen: Any) -> dict[str, Any]:
+        asked.append(chosen)
         raise SparseDPError("enough")
 
-    monkeypatch.setattr(memory, "bench_memory", bench)
-    assert main(["bench", "memory"]) != 0 and main(["bench", "memory", "--quick"]) != 0
-    assert asked[0]["gigabytes"] == memory.total_memory() / 2e9 and asked[0]["variants"] == benchmemory.VARIANTS
+    monkeypatch.setattr(options, "bench_memory", bench)
+    assert main(["memory"]) != 0 and main(["memory", "--quick"]) != 0
+    assert asked[0]["gigabytes"] == total_memory() / 2e9 and asked[0]["variants"] == tuple(memory.VARIANTS)
     assert asked[1]["gigabytes"] == 0.2 and asked[1]["variants"] == ("lazydp", "adafest")
-    assert main(["bench", "memory", f"--folder={tmp_path / 'none'}"]) != 0 and len(asked) == 2
+    assert main(["memory", f"--folder={tmp_path / 'none'}"]) != 0 and len(asked) == 2

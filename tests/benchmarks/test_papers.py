@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from sparsedp.bench import papers
-from sparsedp.bench.papers import ADAFEST_TABLE_4, COMPARISONS, EANA_TABLE_3, PAPERS, Value
-from sparsedp.report.speed.papers import _SETTINGS, ours, published, section
+from benchmarks.speed.papers import published as papers
+from benchmarks.speed.papers.page import _SETTINGS, ours, page, published
+from benchmarks.speed.papers.published import ADAFEST_TABLE_4, COMPARISONS, EANA_TABLE_3, PAPERS, Value
 
 MACHINE = {"threads": 3}
 
@@ -234,18 +233,18 @@ def cells(text: str) -> list[list[str]]:
 
 
 def test_missing_parts_give_dashes() -> None:
-    text = section({}, ["dual_speed.png"])
-    assert text.startswith("## The papers' tables\n") and ".png" not in text
-    assert [text.count(f"### {paper}\n") for paper in PAPERS] == [1] * 4
+    text = page({})
+    assert text.startswith("# The papers' tables\n") and ".png" not in text
+    assert [text.count(f"\n## {paper}\n") for paper in PAPERS] == [1] * 4
     assert len(cells(text)) == len(COMPARISONS) and {row[2] for row in cells(text)} == {"-"}
     for part in ("vocabulary", "lazydp", "dual", "tied"):
-        assert f"`sparsedp bench {part}` was not run" in text
-    one = cells(section({"lazydp": {**lazydp_result(), "rows": []}}, []))
+        assert f"`python -m benchmarks {part}` was not run" in text
+    one = cells(page({"lazydp": {**lazydp_result(), "rows": []}}))
     assert {row[2] for row in one} == {"-"}
 
 
 def test_the_section_shows_paper_and_ours() -> None:
-    text = section({"lazydp": lazydp_result(), "dual": dual_result(), "tied": tied_result()}, [])
+    text = page({"lazydp": lazydp_result(), "dual": dual_result(), "tied": tied_result()})
     assert "on 3 threads of a CPU, 1 GB, batch 2048, pooling 1, uniform; tables of 0.1 to 2 GB." in text
     assert "on 3 threads of a CPU, 5,000,000 items, batch 64." in text
     shown = {row[0]: row[1:] for row in cells(text)}

@@ -8,10 +8,10 @@ import signal
 
 import pytest
 import torch
+from benchmarks.speed import peaks as module
+from benchmarks.speed.peaks import Runs, peaks
+from benchmarks.speed.step.measure import memory_runs
 
-from sparsedp.bench import peaks as module
-from sparsedp.bench.peaks import Runs, peaks
-from sparsedp.bench.step import memory_runs
 from sparsedp.errors import SparseDPError
 
 

@@ -1,4 +1,4 @@
-"""`sparsedp bench peers`: the judge of clip bounds, workers that die, hang or are not there, and a small real run."""
+"""`python -m benchmarks peers`: the judge of clip bounds, workers that die, hang or are not there, and a small real run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from sparsedp.bench.peers import bounds, compare
-from sparsedp.bench.peers.compare import Found, Peer, bench_peers, run_worker, take
-from sparsedp.bench.peers.problem import BATCHES, KINDS, Case, Problem, case
-from sparsedp.cli import benchpeers
-from sparsedp.cli.main import main
-from sparsedp.report.speed.peers import section
+from benchmarks.command import main, make_parser
+from benchmarks.speed.peers import bounds, options
+from benchmarks.speed.peers import measure as compare
+from benchmarks.speed.peers.measure import Found, Peer, bench_peers, run_worker, take
+from benchmarks.speed.peers.page import page
+from benchmarks.speed.peers.problem import BATCHES, KINDS, Case, Problem, case
 
 FOLDER = Path(compare.__file__).parent
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -87,8 +86,8 @@ def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def outcome(worker: ModuleType, variant: str, kind: str) -> dict[str, Any]:
-    measure = sys.modules["measure"]
-    return bounds.judge({"case": kind, **measure._clipped(worker.clipped_sum, variant, case(kind))})
+    shared = sys.modules["worker"]
+    return bounds.judge({"case": kind, **shared._clipped(worker.clipped_sum, variant, case(kind))})
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,7 +154,7 @@ FAKE = """
 import sys, time
 sys.path.insert(0, {folder!r})
 import numpy as np
-from measure import Peer, importing, job, main
+from worker import Peer, importing, job, main
 variant = job()["variant"]
 with importing():
     if variant == "missing":
@@ -213,7 +212,7 @@ def test_whatever_fails_is_said_and_the_rest_is_measured(fakes: None) -> None:
     assert "--tensorflow-python" in peers["elsewhere"]["absent"]
     assert "epsilon" not in peers["plain"] and peers["adafest"]["epsilon"] == 2.5 and peers["hungry"]["epsilon"] is None
     json.dumps(result)
-    text = section(result, ["peers_rows.png", "other.png"])
+    text = page(result, ["peers_rows.png", "other.png"])
     assert "| 2,000 | Hungry | out of memory (of 0.5 GB) | - |" in text and "- Missing: absent: No module" in text
     assert "| Hungry | fake 1.0 | infinite | - |" in text and "| Ok | fake 1.0 | 2.500 (guess) | - |" in text
     assert "(peers_rows.png)" in text and "other.png" not in text
@@ -275,14 +274,16 @@ def test_what_is_known_of_a_peer() -> None:
 
 
 def test_the_command_knows_all_names() -> None:
-    assert ("plain", *benchpeers.PEERS) == tuple(compare.PEERS)
+    assert ("plain", *options.COMPARED) == tuple(compare.PEERS)
+    for name in options.COMPARED:
+        assert make_parser().parse_args(["peers", f"--peer={name}"]).peer == [name]
     assert all((FOLDER / peer.script).is_file() for peer in compare.PEERS.values())
 
 
 @pytest.mark.slow  # three processes that import torch
 def test_a_small_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("opacus")
-    argv = ["bench", "peers", "--quick", "--rows=300", "--repeats=1", "--steps=2", "--limit=120"]
+    argv = ["peers", "--quick", "--rows=300", "--repeats=1", "--steps=2", "--limit=120"]
     argv += ["--peer=adafest", "--peer=opacus_ghost"]
     argv += [f"--json={tmp_path / 'out.json'}", f"--plots={tmp_path / 'plots'}"]
     assert main(argv) == 0
@@ -296,7 +297,7 @@ def test_a_small_real_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert {found["outcome"] for found in peers["adafest"]["bounds"].values()} == {"honours"}
     assert peers["opacus_ghost"]["bounds"]["functional tie"]["outcome"] == "exceeds"
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["peers_rows.png"]
-    text = section(result, ["peers_rows.png"])
+    text = page(result, ["peers_rows.png"])
     assert "| 300 | SparseDP, AdaFEST | " in text and "exceeds 1." in text and "absent" not in text
 
 

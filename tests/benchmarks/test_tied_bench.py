@@ -1,4 +1,4 @@
-"""`sparsedp bench tied`: the baselines' clipped sums, and that all rows and fields come out."""
+"""`python -m benchmarks tied`: the baselines' clipped sums, and that all rows and fields come out."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.command import main, make_parser
+from benchmarks.speed.ghost import add_ghost, add_unit_gradients, dense_step, ghost_squares, unit_losses
+from benchmarks.speed.peaks import Peak
+from benchmarks.speed.tied import measure as tied
+from benchmarks.speed.tied import options
+from benchmarks.speed.timing import Stopwatch
 from torch import Tensor, nn
 
-from sparsedp.bench import tied
-from sparsedp.bench.ghost import add_ghost, add_unit_gradients, dense_step, ghost_squares, unit_losses
-from sparsedp.bench.peaks import Peak
-from sparsedp.bench.timing import Stopwatch
-from sparsedp.cli import benchtied
-from sparsedp.cli.main import main
 from sparsedp.clipping import Clipping
 from support import capture_uses, one_by_one
 
 LIGHT = ("plain", "plain_chunked", "softmax")
 TINY = tied.Setting(items=30, length=6, batch=5)
+STAGES = {
+    "candidates", "forward", "settling", "backward", "collect", "selection", "noise", "unit gradients", "norms", "sums", "update"
+}  # fmt: skip
 
 
 def clipped_sum(model: nn.Module, batch: tuple[Tensor, Tensor], clip: float) -> dict[str, Tensor]:
@@ -101,7 +104,7 @@ def test_all_rows_and_fields(monkeypatch: pytest.MonkeyPatch) -> None:
         assert 0 < row["best"] <= row["median"] and row["spread"] >= 0 and row["repeats"] == 1
         assert row["varied"] == ["length"] and row["base"] == (row["setting"]["length"] == 6)
         assert row["ratio_to_plain"]["best"] > 0 and row["ratio_to_chunked"]["best"] > 0
-        assert "update" in row["stages"] and set(row["stages"]) <= set(tied.STAGES)
+        assert "update" in row["stages"] and set(row["stages"]) <= STAGES
         assert row["variant"] != "plain" or row["ratio_to_plain"] == {"best": 1.0, "median": 1.0}
     json.dumps(result)
 
@@ -131,6 +134,7 @@ def test_variants_are_what_they_are_called() -> None:
         variant = tied.make_variant(name, TINY, lambda: batch)
         variant.step()
         assert {"candidates", "selection", "norms", "sums"} <= set(variant.watch.stages)
+        assert ("settling" in variant.watch.stages) == (name == "lazydp")
 
 
 def test_what_takes_too_much_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,12 +173,15 @@ def test_memory_in_a_process_of_its_own() -> None:
 
 
 def test_the_command_knows_all_names() -> None:
-    assert list(benchtied.VARIED) == list(tied.QUANTITIES)
-    assert ["plain", *benchtied.VARIANTS] == list(tied.VARIANTS)
+    assert ["plain", *options.COMPARED] == list(tied.VARIANTS)
+    for name in tied.QUANTITIES:
+        assert make_parser().parse_args(["tied", f"--vary={name}"]).vary == [name]
+    for name in options.COMPARED:
+        assert make_parser().parse_args(["tied", f"--variant={name}"]).variant == [name]
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["bench", "tied", "--quick", "--items=40", "--length=5", "--batch=4", "--repeats=1", "--vary=filled"]
+    argv = ["tied", "--quick", "--items=40", "--length=5", "--batch=4", "--repeats=1", "--vary=filled"]
     argv += ["--variant=softmax", "--variant=ghost", f"--json={tmp_path / 'out.json'}", f"--plots={tmp_path / 'plots'}"]
     assert main(argv) == 0
     shown = capsys.readouterr()
@@ -188,20 +195,20 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_plots_of_everything(tmp_path: Path) -> None:
-    from sparsedp.report.tiedplots import write_tied_plots
+    from benchmarks.speed.tied.plots import write_plots
 
     result = tied.bench_tied(TINY, vary=[], variants=["softmax"], repeats=1, memory=False)
     for row in result["rows"]:
         row["varied"], row["ratio_to_plain"] = ["items", "length"], {"best": 1.0, "median": 1.0}
     result["largest"] = [{"variant": "plain", "largest_batch": 10}, {"variant": "ghost", "largest_batch": None}]
-    assert write_tied_plots(result, tmp_path) == [
+    assert write_plots(result, tmp_path) == [
         "tied_items.png", "tied_length.png", "tied_stages.png", "tied_batch.png"
     ]  # fmt: skip
 
 
 def test_the_command_refuses_before_it_measures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "tied", f"--json={tmp_path / 'nowhere' / 'out.json'}"]) == 2
+    assert main(["tied", f"--json={tmp_path / 'nowhere' / 'out.json'}"]) == 2
     assert "nowhere" in capsys.readouterr().err
     for wrong in ("--items=0", "--batch=0", "--repeats=-1", "--vary=dim", "--variant=adam", "--gigabytes=0"):
         with pytest.raises(SystemExit):
-            main(["bench", "tied", wrong])
+            main(["tied", wrong])

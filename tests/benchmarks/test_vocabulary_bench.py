@@ -1,14 +1,13 @@
-"""`sparsedp bench vocabulary`: all sizes and variants in turns, each with its own row, and the page's section."""
+"""`python -m benchmarks vocabulary`: all sizes and variants in turns, each with its own row, and the page."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
 import pytest
-
-from sparsedp.bench import vocabulary
-from sparsedp.bench.timing import Timing, interleaved
-from sparsedp.report.speed.vocabulary import section
+from benchmarks.speed.timing import Timing, interleaved
+from benchmarks.speed.vocabulary import measure as vocabulary
+from benchmarks.speed.vocabulary.page import page
 
 SIZES = [2000, 5000]
 VARIANTS = ["plain", "dpsgd", "adafest", "fest", "eana", "exponential"]
@@ -31,4 +30,4 @@ def test_all_sizes_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         own = {other["variant"]: other["best"] for other in result["rows"] if other["rows"] == row["rows"]}
         assert row["ratio_to_plain"]["best"] == row["best"] / own["plain"]
         assert row["dpsgd_over_this"]["best"] == own["dpsgd"] / row["best"]
-    assert "| 5,000 |" in section(result, [])
+    assert "| 5,000 |" in page(result, [])

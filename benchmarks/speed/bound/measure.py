@@ -1,8 +1,8 @@
-"""`sparsedp bench bound`: the stages of plain and private steps against the least time that they could take on this machine.
+"""`python -m benchmarks bound`: the stages of plain and private steps against the least that this machine could take.
 
 The bound of a stage is the larger of two times: for what has to be computed, and for what has to be read and written, each at
 the best rate that the machine reaches at just that. Stages come one after the other, so theirs add up. What is counted is in
-`sparsedp.bench.work`, the rates in `sparsedp.bench.rates`.
+`benchmarks.speed.work`, the rates in `benchmarks.speed.rates`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sparsedp.bench import dual, lazydp, tied
-from sparsedp.bench.ghost import unit_losses
-from sparsedp.bench.growth import matched_adafest
-from sparsedp.bench.peaks import Runs, peaks
-from sparsedp.bench.rates import Rates
-from sparsedp.bench.step import Workload, made, pctr, plain_step, private_run
-from sparsedp.bench.timing import Stopwatch, Timing, interleaved, machine, ratio
-from sparsedp.bench.tuned import tuned_step
-from sparsedp.bench.work import Counted, Work, count, plain_stages, private_stages
+from benchmarks.speed.dual import measure as dual
+from benchmarks.speed.ghost import unit_losses
+from benchmarks.speed.lazydp import measure as lazydp
+from benchmarks.speed.machine import machine
+from benchmarks.speed.peaks import Runs, peaks
+from benchmarks.speed.rates import Rates
+from benchmarks.speed.stages import STAGES
+from benchmarks.speed.step.measure import pctr
+from benchmarks.speed.steps import Workload, made, matched_adafest, plain_step, private_run
+from benchmarks.speed.tied import measure as tied
+from benchmarks.speed.timing import Stopwatch, Timing, interleaved, ratio
+from benchmarks.speed.tuned import tuned_step
+from benchmarks.speed.work import Counted, Work, count, plain_stages, private_stages
 from sparsedp.mechanisms import DPSGD, EANA, LazyDP, Mechanism
 from sparsedp.nn import CandidateSampler, candidate_loss, sequence_loss
 
@@ -31,10 +35,6 @@ VARIANTS = {
     "plain": "PyTorch", "tuned": "PyTorch, our table updates", "dpsgd": "DP-SGD", "adafest": "AdaFEST", "lazydp": "LazyDP",
     "eana": "EANA",
 }  # fmt: skip
-# In the order of a step, for tables and plots. What is left is between the stages.
-STAGES = (
-    "forward", "settling", "backward", "collect", "selection", "noise", "norms", "sums", "update", "the rest"
-)  # fmt: skip
 WARMUP = 2
 
 

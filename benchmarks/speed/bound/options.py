@@ -1,21 +1,20 @@
-"""`sparsedp bench bound`: its options, and its result as tables."""
+"""`python -m benchmarks bound`: its options, and its result as tables."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import make_table, positive, positive_number
+from benchmarks.speed.bound.measure import SUBJECTS, Sizes, bench_bound
+from benchmarks.speed.bound.page import STAGE_HEAD, STEP_HEAD, rate_lines, stage_lines, step_lines
+from benchmarks.speed.console import make_table, positive, positive_number
+from benchmarks.speed.rates import Rates
 from sparsedp.cli.progress import Lines
 
-# As in sparsedp.bench.bound, which is only loaded to measure.
-WORKLOADS = ("pctr", "dlrm", "dual", "tied", "tied_softmax", "tied_candidates")
-FULL = {
-    "batch": 2048, "scale": 1.0, "gigabytes": 1.0, "labels": 1_000_000, "items": 3400, "length": 100, "sequences": 64,
-    "repeats": 15,
-}  # fmt: skip
+FULL = {**asdict(Sizes()), "repeats": 15}
 QUICK = {
     "batch": 128, "scale": 0.05, "gigabytes": 0.02, "labels": 5000, "items": 300, "length": 20, "sequences": 8, "repeats": 2,
 }  # fmt: skip
@@ -42,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             f"--{key}", type=positive if whole else positive_number, metavar="N" if whole else "X", help=help
         )
     parser.add_argument(
-        "--workload", choices=WORKLOADS, action="append", help="which one (default: all); may be repeated"
+        "--workload", choices=tuple(SUBJECTS), action="append", help="which one (default: all); may be repeated"
     )
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes a process each")
     parser.add_argument("--quick", action="store_true", help="some seconds: small, few repeats, rough rates, no memory")
@@ -50,16 +49,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what `--json` writes."""
-    from sparsedp.bench.bound import Sizes, bench_bound
-    from sparsedp.bench.rates import Rates
-
     chosen: dict[str, Any] = {
         key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()
     }
     repeats = chosen.pop("repeats")
     return bench_bound(
         Sizes(**chosen),
-        subjects=args.workload or WORKLOADS,
+        subjects=args.workload or SUBJECTS,
         repeats=repeats,
         rates=Rates(*(_QUICK_RATES if args.quick else _FULL_RATES)),
         memory=not (args.no_memory or args.quick),
@@ -68,8 +64,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    from sparsedp.report.speed.bound import STAGE_HEAD, STEP_HEAD, rate_lines, stage_lines, step_lines
-
     table = make_table("The machine, at best", ("what", "in a second"))
     for line in rate_lines(result["rates"]):
         table.add_row(*line)

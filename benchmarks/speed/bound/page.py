@@ -1,12 +1,12 @@
-"""The result of `sparsedp bench bound` in Markdown."""
+"""The result of `python -m benchmarks bound` in Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from sparsedp.bench.bound import VARIANTS
-from sparsedp.report.speed.tables import images, markdown_table, megabytes, milliseconds, number, times
+from benchmarks.speed.bound.measure import VARIANTS
+from benchmarks.speed.markdown import images, markdown_table, megabytes, milliseconds, number, times
 
 STAGE_HEAD = (
     "stage", "must move, MB", "must compute, MFLOP", "normals, exponentials, millions", "bound, ms", "measured, ms",
@@ -20,10 +20,10 @@ STEP_HEAD = (
 Rows = Sequence[Mapping[str, Any]]
 
 
-def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     rows = result["rows"]
     parts = [
-        "## What a step has to take",
+        "# What a step has to take",
         "A lower bound for every stage of a step: what it has to compute and what it has to move, each at the best rate that "
         "this machine reaches at just that, and of both times the longer one. Matrix products are timed alone, at the shapes "
         "that the model really multiplies; their operands are not counted again as bytes. Counts come from watching one batch. "
@@ -40,12 +40,12 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     ]
     for workload in dict.fromkeys(row["workload"] for row in rows):
         mine = [row for row in rows if row["workload"] == workload]
-        parts.append(f"### {mine[0]['title']}")
+        parts.append(f"## {mine[0]['title']}")
         parts.append(f"{mine[0]['setting']}; a batch touches {mine[0]['rows_touched']:,} rows.")
         parts.append(markdown_table(STAGE_HEAD, stage_lines(mine)))
         parts.append("What a private step takes longer than PyTorch's, ms, where it takes it:")
         parts.append(markdown_table(*difference_lines(mine)))
-    parts += ["### The machine, at best", markdown_table(("what", "in a second"), rate_lines(result["rates"]))]
+    parts += ["## The machine, at best", markdown_table(("what", "in a second"), rate_lines(result["rates"]))]
     if shown := images(plots, "bound_"):
         parts.append(shown)
     return "\n\n".join(parts) + "\n"

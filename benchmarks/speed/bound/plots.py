@@ -1,4 +1,4 @@
-"""The result of `sparsedp bench bound` as plots; needs matplotlib (the extra `plot`).
+"""The result of `python -m benchmarks bound` as plots; needs matplotlib (the extra `plot`).
 
 bound_pctr.png and so on, one for each workload: the stages of each step, below the least that they could take.
 """
@@ -11,18 +11,11 @@ from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
-from sparsedp.bench.bound import STAGES, VARIANTS
-
-_COLORS = dict(
-    zip(
-        STAGES,
-        ("#0072b2", "#cc3311", "#56b4e9", "#a6cee3", "#009e73", "#e69f00", "#cc79a7", "#f0e442", "0.4", "0.85"),
-        strict=True,
-    )
-)
+from benchmarks.speed.bound.measure import VARIANTS
+from benchmarks.speed.stages import STAGE_COLORS
 
 
-def write_bound_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
+def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     """Returns the files' names."""
     written = []
     for workload in dict.fromkeys(row["workload"] for row in result["rows"]):
@@ -40,10 +33,10 @@ def bound_plot(rows: Sequence[Mapping[str, Any]]) -> Figure:
     bars = [(row, key) for row in rows for key in ("bound", "best")]
     places = [1.2 * (number // 2) + number for number in range(len(bars))]
     left = [0.0] * len(bars)
-    for stage in STAGES:
+    for stage, color in STAGE_COLORS.items():
         widths = [1e3 * sum(own[key] or 0.0 for own in row["stages"] if own["stage"] == stage) for row, key in bars]
         if any(widths):
-            panel.barh(places, widths, 0.9, left, color=_COLORS[stage], label=stage)
+            panel.barh(places, widths, 0.9, left, color=color, label=stage)
         left = [before + width for before, width in zip(left, widths)]
     labels = [f"{VARIANTS[row['variant']]}: {'bound' if key == 'bound' else 'measured'}" for row, key in bars]
     panel.set_yticks(places, labels)

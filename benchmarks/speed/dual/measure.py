@@ -1,4 +1,4 @@
-"""`sparsedp bench dual`: steps of the dual encoder under SGD, DP-SGD and EANA (EANA, Table 3), LazyDP and AdaFEST.
+"""`python -m benchmarks dual`: steps of the dual encoder under SGD, DP-SGD and EANA (EANA, Table 3), LazyDP and AdaFEST.
 
 With dim, context length and batch of the paper's movie model, over the vocabularies of its Table 3, and with a larger batch.
 """
@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsedp.bench.growth import matched_adafest
-from sparsedp.bench.peaks import Runs
-from sparsedp.bench.step import Workload, plain_step, private_run
-from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
-from sparsedp.bench.varied import Memory, Quantity, available_memory, measure_varied
+from benchmarks.speed.machine import available_memory, machine
+from benchmarks.speed.peaks import Runs
+from benchmarks.speed.steps import Workload, matched_adafest, plain_step, private_run
+from benchmarks.speed.timing import Stopwatch, interleaved, ratio
+from benchmarks.speed.varied import Memory, Quantity, measure_varied
 from sparsedp.mechanisms import DPSGD, EANA, LazyDP, Mechanism
 from sparsedp.models import DualEncoder
 from sparsedp.nn import CandidateSampler, candidate_loss

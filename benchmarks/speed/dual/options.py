@@ -1,4 +1,4 @@
-"""`sparsedp bench dual`: its options, and its result as tables."""
+"""`python -m benchmarks dual`: its options, and its result as tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import (
+from benchmarks.speed.console import (
     default_text,
     make_table,
     megabytes,
@@ -17,11 +17,14 @@ from sparsedp.cli.benchtables import (
     say_left_out,
     stage_table,
 )
+from benchmarks.speed.dual.measure import VARIANTS, Setting, bench_dual
+from benchmarks.speed.papers.published import EANA_TABLE_3
 from sparsedp.cli.progress import Lines
 
-# MovieLens 20M, and the two vocabularies of the paper's industry data.
-FULL: dict[str, Any] = {"items": (27_278, 100_000, 5_000_000), "batch": (64, 1024), "repeats": 20, "slow_repeats": 2}
-QUICK: dict[str, Any] = {"items": (1000, 20_000), "batch": (64,), "repeats": 3, "slow_repeats": 1}
+FULL: dict[str, Any] = {
+    "items": tuple(speeds.items for speeds in EANA_TABLE_3), "batch": (Setting.batch, 1024), "repeats": 20, "slow_repeats": 2
+}  # fmt: skip
+QUICK: dict[str, Any] = {"items": (1000, 20_000), "batch": (Setting.batch,), "repeats": 3, "slow_repeats": 1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what `--json` writes."""
-    from sparsedp.bench.dual import bench_dual
-
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
     return bench_dual(
         chosen["items"],
@@ -59,10 +60,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    from sparsedp.bench.dual import VARIANTS, Setting
-    from sparsedp.bench.step import STAGES
-    from sparsedp.bench.varied import stages_of
-
     columns = ("variant", "ms: best / median ± spread", "steps/s", "/ SGD", "/ EANA", "DP-SGD / this", "extra MB")
     for setting in dict.fromkeys(Setting(**row["setting"]) for row in result["rows"]):
         table = make_table(f"Dual encoder, {setting}", columns)
@@ -80,5 +77,5 @@ def show(console: Console, result: dict[str, Any]) -> None:
     if base:
         heads = [VARIANTS[row["variant"]] for row in base]
         title = f"Where the time goes, {Setting(**result['base'])}; best, ms"
-        console.print(stage_table(title, stages_of(base, STAGES), base, heads))
+        console.print(stage_table(title, base, heads))
     say_left_out(console, result, VARIANTS, Setting)

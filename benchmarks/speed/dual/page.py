@@ -1,17 +1,15 @@
-"""`sparsedp bench dual` as a section of the page."""
+"""`python -m benchmarks dual` as a section of the page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparsedp.bench.dual import VARIANTS, Setting
-from sparsedp.bench.step import STAGES
-from sparsedp.report.speed.tables import images, markdown_table, megabytes, milliseconds, times
-from sparsedp.report.speed.varied import stage_lines
+from benchmarks.speed.dual.measure import VARIANTS, Setting
+from benchmarks.speed.markdown import images, markdown_table, megabytes, milliseconds, stage_lines, times
 
 
-def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     rows = sorted(result["rows"], key=lambda row: (row["setting"]["batch"], row["setting"]["items"]))
     lines = []
     for row in rows:
@@ -29,7 +27,7 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         "memory beyond the tables, MB (share)",
     )  # fmt: skip
     pieces = [
-        "## The dual encoder and EANA",
+        "# The dual encoder and EANA",
         f"Bags of {result['length']} items against the next one, two tables of dim {result['dim']}, softmax over the target and "
         f"{result['negatives']} uniform negatives of each unit's own (the EANA paper's Table 3); a new batch for every step, "
         "drawn before it.",
@@ -38,7 +36,7 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         pieces.append(markdown_table(head, lines))
     base = [row for row in rows if row["base"]]
     if base:
-        pieces += [f"Where the time goes, {Setting(**result['base'])}:", stage_lines(base, VARIANTS, STAGES)]
+        pieces += [f"Where the time goes, {Setting(**result['base'])}:", stage_lines(base, VARIANTS)]
     pieces += [
         f"Left out at {Setting(**gone['setting'])}, {gone['reason']}: {', '.join(VARIANTS[v] for v in gone['variants'])}."
         for gone in result["left_out"]

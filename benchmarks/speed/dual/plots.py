@@ -1,4 +1,4 @@
-"""The result of `sparsedp bench dual` as plots; needs matplotlib (the extra `plot`).
+"""The result of `python -m benchmarks dual` as plots; needs matplotlib (the extra `plot`).
 
 dual_speed.png    steps a second over the vocabulary (EANA, Table 3)
 dual_stages.png   where the time of a step goes, in units of SGD's step
@@ -12,23 +12,15 @@ from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
-from sparsedp.bench.dual import VARIANTS, Setting
-from sparsedp.bench.step import STAGES
-from sparsedp.report.stageplot import stacked_stages
+from benchmarks.speed.dual.measure import VARIANTS, Setting
+from benchmarks.speed.stageplot import stacked_stages
 
 _COLORS = dict(zip(VARIANTS, ("0.35", "#d55e00", "#009e73", "#0072b2", "#cc79a7"), strict=True))
-_STAGE_COLORS = dict(
-    zip(
-        STAGES,
-        ("#0072b2", "#cc3311", "#56b4e9", "0.75", "#cc79a7", "#f0e442", "#009e73", "#e69f00", "0.4"),
-        strict=True,
-    )
-)
 
 Rows = Sequence[Mapping[str, Any]]
 
 
-def write_dual_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
+def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     """Writes what there is something to show for; returns the files' names."""
     rows = result["rows"]
     figures = {
@@ -64,4 +56,4 @@ def stage_plot(rows: Rows, setting: Setting) -> Figure | None:
     """Stacked bars of the variants whose step is not longer than ten of SGD's; the others would flatten them."""
     shown = [row for row in rows if row["ratio_to_sgd"]["best"] <= 10]
     labels = [VARIANTS[row["variant"]] for row in shown]
-    return stacked_stages(shown, "sgd", "SGD", labels, _STAGE_COLORS, f"Where the time of a step goes, {setting}")
+    return stacked_stages(shown, "sgd", "SGD", labels, f"Where the time of a step goes, {setting}")

@@ -1,4 +1,4 @@
-"""`sparsedp bench growth`: how the time of a step grows with one quantity at a time, as fitted exponents.
+"""`python -m benchmarks growth`: how the time of a step grows with one quantity at a time, as fitted exponents.
 
 A click model over batch, number of tables, dim and rows of a table; the tied Transformer over the length of a sequence. All
 values of a quantity are measured in turns, as the variants are: a slow moment of the machine is nobody's growth.
@@ -14,17 +14,16 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
-from scipy.stats import norm
 from torch import Tensor, nn
 
-from sparsedp.accounting import split_multiplier
-from sparsedp.bench import tied
-from sparsedp.bench.access import draw_ids
-from sparsedp.bench.peaks import Runs, peaks
-from sparsedp.bench.step import Workload, plain_step, private_run
-from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
-from sparsedp.bench.varied import Memory, Quantity, available_memory
-from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, LazyDP, Mechanism
+from benchmarks.speed.access import draw_ids
+from benchmarks.speed.machine import available_memory, machine
+from benchmarks.speed.peaks import Runs, peaks
+from benchmarks.speed.steps import Workload, matched_adafest, plain_step, private_run
+from benchmarks.speed.tied import measure as tied
+from benchmarks.speed.timing import Stopwatch, interleaved, ratio
+from benchmarks.speed.varied import Memory, Quantity
+from sparsedp.mechanisms import DPSGD, EANA, LazyDP, Mechanism
 from sparsedp.models import PCTR
 
 VARIANTS = {"plain": "PyTorch", "dpsgd": "DP-SGD", "adafest": "AdaFEST", "lazydp": "LazyDP", "eana": "EANA"}
@@ -32,7 +31,6 @@ SEQUENCE_VARIANTS = {name: tied.VARIANTS[name] for name in ("plain", "logits", "
 SLOW = frozenset({"dpsgd"})  # takes time for every row
 HIDDEN, LAYERS = 128, 2  # of the click model's network
 WARMUP = 2
-_ADAFEST_RATIO = 5.0
 _INTEGERS = 13
 S = TypeVar("S", "Click", tied.Setting)
 
@@ -134,12 +132,6 @@ def workload(setting: Click) -> Workload:
 def draw_batch(setting: Click) -> tuple[Tensor, ...]:
     ids = draw_ids([setting.rows] * setting.tables, setting.batch)
     return torch.rand(setting.batch, _INTEGERS) * 100, ids, torch.rand(setting.batch).round()
-
-
-def matched_adafest(touched: int, rows: int) -> AdaFEST:
-    """AdaFEST that selects about as many untouched rows as a batch touches: the work of EANA and LazyDP."""
-    deviation = split_multiplier(1.0, _ADAFEST_RATIO)[0]
-    return AdaFEST(threshold=deviation * float(norm.isf(min(0.5, touched / rows))), noise_ratio=_ADAFEST_RATIO)
 
 
 def _mechanism(name: str, work: Workload, setting: Click) -> Mechanism:

@@ -1,19 +1,21 @@
-"""`sparsedp bench growth`: its options, and its result as tables."""
+"""`python -m benchmarks growth`: its options, and its result as tables."""
 
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import make_table, megabytes, positive
+from benchmarks.speed.console import make_table, megabytes, positive
+from benchmarks.speed.growth.measure import MODELS, VARIED, Click, bench_growth
+from benchmarks.speed.growth.page import along, exponent, lines_along, range_of, rows_along
+from benchmarks.speed.tied import measure as tied
 from sparsedp.cli.progress import Lines
 
-VARIED = ("batch", "tables", "dim", "rows", "length")  # as in sparsedp.bench.growth, which is only loaded to measure
 FULL = {
-    "batch": 1024, "tables": 8, "rows": 100_000, "dim": 32, "items": 3400, "length": 64, "sequences": 32, "repeats": 8,
-    "slow_repeats": 4,
+    **asdict(Click()), "items": tied.Setting.items, "length": 64, "sequences": 32, "repeats": 8, "slow_repeats": 4
 }  # fmt: skip
 QUICK = {
     "batch": 256, "tables": 4, "rows": 10_000, "dim": 16, "items": 500, "length": 16, "sequences": 8, "repeats": 3,
@@ -46,9 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what `--json` writes."""
-    from sparsedp.bench import tied
-    from sparsedp.bench.growth import Click, bench_growth
-
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
     return bench_growth(
         Click(chosen["batch"], chosen["tables"], chosen["rows"], chosen["dim"]),
@@ -62,10 +61,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    from sparsedp.bench import tied
-    from sparsedp.bench.growth import MODELS, Click
-    from sparsedp.report.speed.growth import along, exponent, lines_along, range_of, rows_along
-
     settings = {"click": Click(**result["click"]), "sequence": tied.Setting(**result["sequence"])}
     for model, kind in MODELS.items():
         lines = along(result, model)

@@ -1,22 +1,22 @@
-"""The result of `sparsedp bench growth` in Markdown."""
+"""The result of `python -m benchmarks growth` in Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from sparsedp.bench import tied
-from sparsedp.bench.growth import MODELS, Click
-from sparsedp.report.speed.tables import images, markdown_table, megabytes, milliseconds
+from benchmarks.speed.growth.measure import MODELS, Click
+from benchmarks.speed.markdown import images, markdown_table, megabytes, milliseconds
+from benchmarks.speed.tied import measure as tied
 
 Fits = dict[str, Mapping[str, Any]]  # by variant
 
 
-def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     network = "-".join(map(str, result["network"]))
     transformer = result["transformer"]
     parts = [
-        "## How the cost of a step grows",
+        "# How the cost of a step grows",
         f"One quantity is varied at a time: around {Click(**result['click'])} for a click model (pCTR's, network {network}), "
         f"and around {tied.Setting(**result['sequence'])} for the tied Transformer (dim {transformer['dim']}, "
         f"{transformer['blocks']} blocks, {transformer['negatives']} sampled negatives where there are candidates). "

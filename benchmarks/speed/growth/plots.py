@@ -1,4 +1,4 @@
-"""The result of `sparsedp bench growth` as plots; needs matplotlib (the extra `plot`).
+"""The result of `python -m benchmarks growth` as plots; needs matplotlib (the extra `plot`).
 
 growth_batch.png, growth_tables.png, growth_dim.png, growth_rows.png, growth_length.png   the time of a step
 growth_memory.png   peak memory beyond the tables over their rows
@@ -12,8 +12,8 @@ from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
-from sparsedp.bench.growth import MODELS, SEQUENCE_VARIANTS, VARIANTS
-from sparsedp.report.speed.growth import rows_along
+from benchmarks.speed.growth.measure import MODELS, SEQUENCE_VARIANTS, VARIANTS
+from benchmarks.speed.growth.page import rows_along
 
 _COLORS = {
     "click": dict(zip(VARIANTS, ("0.35", "#d55e00", "#cc79a7", "#0072b2", "#009e73"), strict=True)),
@@ -21,7 +21,7 @@ _COLORS = {
 }
 
 
-def write_growth_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
+def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     """Writes what there is something to show for; returns the files' names."""
     figures = {
         f"growth_{name}.png": growth_plot(result, model, name)

@@ -1,4 +1,4 @@
-"""`sparsedp bench lazydp`: a step of DLRM under SGD, DP-SGD in its three forms, LazyDP, EANA and AdaFEST.
+"""`python -m benchmarks lazydp`: a step of DLRM under SGD, DP-SGD in its three forms, LazyDP, EANA and AdaFEST.
 
 Of the LazyDP paper's sections 4 and 7, at sizes that fit an ordinary machine: batch sizes (figures 10 and 14), stages of a
 step (figures 3, 5 and 11), table sizes (figures 3, 5 and 13a), pooling factors and skew (figure 13 b and d).
@@ -13,19 +13,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
-from scipy.stats import norm
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import sparsedp
-from sparsedp.accounting import split_multiplier
-from sparsedp.bench.access import SKEWS, Skew, draw_ids
-from sparsedp.bench.baselines import MATERIALISED, dense_step
-from sparsedp.bench.peaks import Runs
-from sparsedp.bench.step import Workload, plain_step, private_run
-from sparsedp.bench.timing import Stopwatch, Timing, interleaved, machine, ratio
-from sparsedp.bench.varied import Memory, Quantity, available_memory, measure_varied, off_base
-from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, Mechanism
+from benchmarks.speed.access import SKEWS, Skew, draw_ids
+from benchmarks.speed.baselines import MATERIALISED, dense_step
+from benchmarks.speed.machine import available_memory, machine
+from benchmarks.speed.peaks import Runs
+from benchmarks.speed.steps import Workload, matched_adafest, plain_step, private_run
+from benchmarks.speed.timing import Stopwatch, Timing, interleaved, ratio
+from benchmarks.speed.varied import Memory, Quantity, measure_varied, off_base
+from sparsedp.mechanisms import DPSGD, EANA, Mechanism
 from sparsedp.models.dlrm import DLRM, MLPERF_DIM, MLPERF_TABLES, dlrm_table_sizes
 
 VARIANTS = {
@@ -43,15 +42,9 @@ SLOW = frozenset({"dpsgd_b", "dpsgd_r", "dpsgd_f", "lazydp_unaggregated"})
 # Slower still: measured once, at the base setting and with the smallest tables (figures 3 and 5).
 _SLOWEST = frozenset({"dpsgd_b", "dpsgd_r"})
 _SIZES = (0.1, 0.3, 1)  # a tenth of the base is about figure 3's smallest
-# In the order of a step, for tables and plots.
-STAGES = (
-    "forward", "settling", "backward", "second backward", "collect", "selection", "noise", "unit gradients", "norms", "sums",
-    "update",
-)  # fmt: skip
 BYTES_PER_ROW = 4 * MLPERF_DIM
 WARMUP = 2
 _SETTLINGS = 3
-_ADAFEST_RATIO = 5.0
 
 
 @dataclass(frozen=True)
@@ -158,10 +151,7 @@ def _mechanism(name: str, work: Workload, setting: Setting) -> Mechanism:
     if name == "eana":
         return EANA()
     if name == "adafest":
-        # So that it selects about as many untouched rows as the batch touches: the work of EANA and LazyDP.
-        touched, rows = sum(touched_by(work.batch[1])), sum(setting.table_sizes)
-        deviation = split_multiplier(1.0, _ADAFEST_RATIO)[0]
-        return AdaFEST(threshold=deviation * float(norm.isf(min(0.5, touched / rows))), noise_ratio=_ADAFEST_RATIO)
+        return matched_adafest(sum(touched_by(work.batch[1])), sum(setting.table_sizes))
     return sparsedp.LazyDP(aggregate=name == "lazydp")
 
 

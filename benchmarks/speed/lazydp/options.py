@@ -1,4 +1,4 @@
-"""`sparsedp bench lazydp`: its options, and its result as tables."""
+"""`python -m benchmarks lazydp`: its options, and its result as tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import (
+from benchmarks.speed.console import (
     default_text,
     make_table,
     megabytes,
@@ -19,12 +19,11 @@ from sparsedp.cli.benchtables import (
     say_left_out,
     stage_table,
 )
+from benchmarks.speed.lazydp.measure import QUANTITIES, VARIANTS, Setting, bench_lazydp
 from sparsedp.cli.progress import Lines
 
-# As in sparsedp.bench.lazydp, which is only loaded to measure.
-VARIED = ("batch", "gigabytes", "pooling", "skew")
-VARIANTS = ("dpsgd_b", "dpsgd_r", "dpsgd_f", "lazydp_unaggregated", "lazydp", "eana", "adafest")
-FULL = {"gigabytes": 1.0, "batch": 2048, "repeats": 8, "slow_repeats": 2}
+COMPARED = tuple(name for name in VARIANTS if name != "sgd")  # which is always measured
+FULL = {"gigabytes": Setting.gigabytes, "batch": Setting.batch, "repeats": 8, "slow_repeats": 2}
 QUICK = {"gigabytes": 0.01, "batch": 64, "repeats": 3, "slow_repeats": 1}
 
 
@@ -43,11 +42,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of those that take time for every row {default('slow_repeats')}",
     )  # fmt: skip
     parser.add_argument(
-        "--vary", choices=(*VARIED, "none"), action="append",
+        "--vary", choices=(*QUANTITIES, "none"), action="append",
         help="what to vary, one at a time (default: all); may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--variant", choices=VARIANTS, action="append", help="what to compare with SGD (default: all); may be repeated"
+        "--variant", choices=COMPARED, action="append", help="what to compare with SGD (default: all); may be repeated"
     )
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes a process each")
     parser.add_argument("--quick", action="store_true", help="under a minute: small, few repeats, no memory")
@@ -55,13 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what `--json` writes."""
-    from sparsedp.bench.lazydp import Setting, bench_lazydp
-
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
     return bench_lazydp(
         Setting(gigabytes=chosen["gigabytes"], batch=int(chosen["batch"])),
-        vary=[name for name in VARIED if name in (args.vary or VARIED)],
-        variants=args.variant or VARIANTS,
+        vary=[name for name in QUANTITIES if name in (args.vary or QUANTITIES)],
+        variants=args.variant or COMPARED,
         repeats=int(chosen["repeats"]),
         slow_repeats=int(chosen["slow_repeats"]),
         memory=not (args.no_memory or args.quick),
@@ -70,10 +67,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    from sparsedp.bench.lazydp import QUANTITIES, STAGES, Setting
-    from sparsedp.bench.lazydp import VARIANTS as NAMES
-    from sparsedp.bench.varied import stages_of
-
     base = [row for row in result["rows"] if row["base"]]
     if base:
         rows = f"{base[0]['table_rows']:,} rows, of which a batch touches {base[0]['rows_touched']:,}"
@@ -81,16 +74,18 @@ def show(console: Console, result: dict[str, Any]) -> None:
         table = make_table("A step", ("variant", "ms: best / median ± spread", "/ SGD", "of medians", "extra MB"))
         for row in base:
             table.add_row(
-                NAMES[row["variant"]], milliseconds(row), f"{row['ratio_to_sgd']['best']:.2f}",
+                VARIANTS[row["variant"]], milliseconds(row), f"{row['ratio_to_sgd']['best']:.2f}",
                 f"{row['ratio_to_sgd']['median']:.2f}", megabytes(row),
             )  # fmt: skip
         console.print(table)
-        heads = [NAMES[row["variant"]].replace("(", " (") for row in base]  # where a narrow terminal may break the line
-        console.print(stage_table("Where the time goes (figure 11); best, ms", stages_of(base, STAGES), base, heads))
+        heads = [
+            VARIANTS[row["variant"]].replace("(", " (") for row in base
+        ]  # where a narrow terminal may break the line
+        console.print(stage_table("Where the time goes (figure 11); best, ms", base, heads))
     for name, quantity in QUANTITIES.items():
         along = [row for row in result["rows"] if name in row["varied"]]
         if along:
-            ratios = [(title, variant, "ratio_to_sgd") for variant, title in NAMES.items() if variant != "sgd"]
+            ratios = [(title, variant, "ratio_to_sgd") for variant, title in VARIANTS.items() if variant != "sgd"]
             if any(row["variant"] == "eana" for row in along):
                 ratios.append(("LazyDP / EANA", "lazydp", "ratio_to_eana"))
             console.print(ratio_table(quantity.title, name, along, ("SGD", "sgd"), ratios))
@@ -99,4 +94,4 @@ def show(console: Console, result: dict[str, Any]) -> None:
             console.print(
                 f"Settling all tables at the end takes {milliseconds(row['settle'])} ms (best / median ± spread)."
             )
-    say_left_out(console, result, NAMES, Setting)
+    say_left_out(console, result, VARIANTS, Setting)

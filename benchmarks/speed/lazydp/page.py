@@ -1,16 +1,24 @@
-"""`sparsedp bench lazydp` as a section of the page."""
+"""`python -m benchmarks lazydp` as a section of the page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparsedp.bench.lazydp import QUANTITIES, STAGES, VARIANTS, Setting
-from sparsedp.report.speed.tables import images, markdown_table, megabytes, milliseconds, times
-from sparsedp.report.speed.varied import memory_along, ratios_along, stage_lines
+from benchmarks.speed.lazydp.measure import QUANTITIES, VARIANTS, Setting
+from benchmarks.speed.markdown import (
+    images,
+    markdown_table,
+    megabytes,
+    memory_along,
+    milliseconds,
+    ratios_along,
+    stage_lines,
+    times,
+)
 
 
-def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     base = [row for row in result["rows"] if row["base"]]
     tables = Setting(**result["base"]).table_bytes
     lines = [
@@ -20,11 +28,11 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         ]
         for row in base
     ]  # fmt: skip
-    pieces = ["## DLRM and LazyDP", f"MLPerf's shape, {Setting(**result['base'])}; a new batch for every step."]
+    pieces = ["# DLRM and LazyDP", f"MLPerf's shape, {Setting(**result['base'])}; a new batch for every step."]
     if base:
         pieces += [
             markdown_table(("", "step", "/ SGD", "/ EANA", "memory beyond the tables, MB (share)"), lines),
-            stage_lines(base, VARIANTS, STAGES),
+            stage_lines(base, VARIANTS),
         ]
         settled = [row["settle"] for row in base if "settle" in row]
         pieces += [f"Settling all tables at the end of training: {milliseconds(timing)} ms." for timing in settled]

@@ -1,4 +1,4 @@
-"""The result of `sparsedp bench lazydp` as plots; needs matplotlib (the extra `plot`).
+"""The result of `python -m benchmarks lazydp` as plots; needs matplotlib (the extra `plot`).
 
 lazydp_batch.png, lazydp_gigabytes.png, lazydp_pooling.png, lazydp_skew.png   a step's time over SGD's at the same setting
 lazydp_stages.png   where the time of a step goes, in units of SGD's step (LazyDP, figure 11)
@@ -13,37 +13,18 @@ from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
-from sparsedp.bench.lazydp import QUANTITIES, STAGES, VARIANTS
-from sparsedp.report.stageplot import stacked_stages
+from benchmarks.speed.lazydp.measure import QUANTITIES, VARIANTS
+from benchmarks.speed.stageplot import stacked_stages
 
 _COLORS = dict(
     zip(VARIANTS, ("0.55", "#8c510a", "#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73", "#cc79a7"), strict=True)
-)
-_STAGE_COLORS = dict(
-    zip(
-        STAGES,
-        (
-            "#0072b2",
-            "#cc3311",
-            "#56b4e9",
-            "#a6cee3",
-            "0.75",
-            "#009e73",
-            "#e69f00",
-            "#8c510a",
-            "#cc79a7",
-            "#f0e442",
-            "0.4",
-        ),
-        strict=True,
-    )
 )
 _UNITS = {"batch": "units in a batch", "gigabytes": "GB in all tables", "pooling": "ids per feature", "skew": "skew"}
 
 Rows = Sequence[Mapping[str, Any]]
 
 
-def write_lazydp_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
+def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     """Writes what there is something to show for; returns the files' names."""
     rows = result["rows"]
     figures = {f"lazydp_{key}.png": ratio_plot(rows, key) for key in QUANTITIES}
@@ -111,4 +92,4 @@ def stage_plot(rows: Rows) -> Figure | None:
     """Stacked bars of the variants whose step is not longer than ten of SGD's; the others would flatten them."""
     shown = [row for row in rows if row["ratio_to_sgd"]["best"] <= 10]
     labels = [VARIANTS[row["variant"]].replace(" without ", "\nwithout ") for row in shown]
-    return stacked_stages(shown, "sgd", "SGD", labels, _STAGE_COLORS, "Where the time of a step goes (figure 11)")
+    return stacked_stages(shown, "sgd", "SGD", labels, "Where the time of a step goes (figure 11)")

@@ -1,4 +1,4 @@
-"""`sparsedp bench memory`: whether a table of half of the machine's memory can be trained, settled, saved and loaded.
+"""`python -m benchmarks memory`: whether a table of half of the machine's memory can be trained, settled, saved and loaded.
 
 It can if nothing of its size is made beside it. Each variant runs in a process of its own, from the model to the files that a
 run leaves; after each phase, anonymous memory beyond the table is written down, and the most that there was during it.
@@ -20,18 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from scipy.stats import norm
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, TensorDataset
 
-from sparsedp.accounting import split_multiplier
-from sparsedp.bench.timing import machine
-from sparsedp.bench.varied import available_memory, in_own_process
-from sparsedp.bench.watch import Watch, can_watch, forget_most_pages, memory_now
+from benchmarks.speed.machine import available_memory, machine, total_memory
+from benchmarks.speed.processes import in_own_process
+from benchmarks.speed.steps import matched_adafest
+from benchmarks.speed.watch import Watch, can_watch, forget_most_pages, memory_now
 from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import SparseDPError
-from sparsedp.mechanisms import EANA, AdaFEST, LazyDP, Mechanism
+from sparsedp.mechanisms import EANA, LazyDP, Mechanism
 
 DIM, BATCH, STEPS = 64, 1024, 5
 VARIANTS = {"lazydp": "LazyDP", "adafest": "AdaFEST", "eana": "EANA", "plain": "PyTorch"}
@@ -51,7 +50,6 @@ WITH_FILES = frozenset({"lazydp", "adafest"})
 _DISK = 1.1  # times the table: what has to be free for a file of it
 _MEMORY, _LIBRARIES = 1.1, 10**9  # times the table, and bytes: what has to be available for a run
 _IN_MEMORY = frozenset({"tmpfs", "ramfs"})
-_ADAFEST_RATIO = 5.0
 _SAMPLE = 1000  # rows that are compared after a checkpoint was loaded
 
 
@@ -108,7 +106,7 @@ def bench_memory(
             problem = disk_problem(Path(own), setting.table_bytes) if variant in WITH_FILES else None
             say(f"{variant}: a table of {gigabytes:.3g} GB" + (f"; no files, {problem}" if problem else ""))
             files = own if variant in WITH_FILES and problem is None else None
-            rows += in_own_process("sparsedp.bench.memory", replace(setting, folder=files), variant)
+            rows += in_own_process("benchmarks.speed.memory.measure", replace(setting, folder=files), variant)
             if problem is not None:
                 rows += [{"variant": variant, "phase": phase, "skipped": problem} for phase in ON_DISK]
     return {
@@ -125,11 +123,6 @@ def bench_memory(
 
 
 # ---------------------------------------------------------------------- what there has to be
-
-
-def total_memory() -> int:
-    """Of the machine, in bytes."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_lacking(table: int, available: int) -> str | None:
@@ -237,10 +230,7 @@ def _mechanism(variant: str, setting: Setting) -> Mechanism:
         return LazyDP()
     if variant == "eana":
         return EANA()
-    # So that it selects about as many untouched rows as the batch touches: the work of EANA and LazyDP.
-    deviation = split_multiplier(1.0, _ADAFEST_RATIO)[0]
-    likely = min(0.5, setting.batch / setting.rows)
-    return AdaFEST(threshold=deviation * float(norm.isf(likely)), noise_ratio=_ADAFEST_RATIO)
+    return matched_adafest(setting.batch, setting.rows)
 
 
 def _train(module: nn.Module, optimizer: Any, loader: Any, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""`sparsedp bench memory`: its options, and its result as tables."""
+"""`python -m benchmarks memory`: its options, and its result as tables."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import make_table, positive, positive_number
+from benchmarks.speed.console import make_table, positive, positive_number
+from benchmarks.speed.machine import total_memory
+from benchmarks.speed.memory.measure import BATCH, PHASES, VARIANTS, bench_memory
 from sparsedp.cli.progress import Lines
 from sparsedp.errors import SparseDPError
 
-# As in sparsedp.bench.memory, which is only loaded to measure.
-VARIANTS = ("lazydp", "adafest", "eana", "plain")
-FULL: dict[str, Any] = {"batch": 1024, "variant": VARIANTS}
-QUICK: dict[str, Any] = {"gigabytes": 0.2, "batch": 1024, "variant": ("lazydp", "adafest")}
+FULL: dict[str, Any] = {"batch": BATCH, "variant": tuple(VARIANTS)}
+QUICK: dict[str, Any] = {"gigabytes": 0.2, "batch": BATCH, "variant": ("lazydp", "adafest")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--batch", type=positive, metavar="N", help=f"units in a batch (default: {FULL['batch']})")
     parser.add_argument(
-        "--variant", choices=VARIANTS, action="append",
+        "--variant", choices=tuple(VARIANTS), action="append",
         help=f"what to train (default: all; {' and '.join(QUICK['variant'])} with --quick); may be repeated",
     )  # fmt: skip
     parser.add_argument(
@@ -37,8 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what `--json` writes."""
-    from sparsedp.bench.memory import bench_memory, total_memory
-
     if args.folder is not None and not args.folder.is_dir():
         raise SparseDPError(f"There is no folder '{args.folder}' to write files into.")
     defaults = QUICK if args.quick else {"gigabytes": total_memory() / 2e9, **FULL}
@@ -53,9 +51,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    from sparsedp.bench.memory import PHASES
-    from sparsedp.bench.memory import VARIANTS as NAMES
-
     share = 100 * result["table_bytes"] / result["machine"]["memory_bytes"]
     console.print(
         f"One table of {result['table_rows']:,} rows, dim {result['dim']}: {result['table_bytes'] / 1e9:.2f} GB, {share:.0f} % "
@@ -64,7 +59,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
     )
     columns = ("phase", "seconds", "MB/s", "memory beyond the table, MB", "% of it", "at most, MB", "% of it")
     for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
-        table = make_table(NAMES[variant], columns)
+        table = make_table(VARIANTS[variant], columns)
         for row in (row for row in result["rows"] if row["variant"] == variant):
             if "skipped" in row:
                 table.add_row(PHASES[row["phase"]], "skipped", *["-"] * 5)
@@ -79,4 +74,4 @@ def show(console: Console, result: dict[str, Any]) -> None:
     for reason in dict.fromkeys(row["skipped"] for row in result["rows"] if "skipped" in row):
         console.print(f"Skipped: {reason}.", markup=False)
     for gone in result["left_out"]:
-        console.print(f"Left out: {NAMES[gone['variant']]}, {gone['reason']}.", markup=False)
+        console.print(f"Left out: {VARIANTS[gone['variant']]}, {gone['reason']}.", markup=False)

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparsedp.bench.memory import PHASES, VARIANTS
-from sparsedp.report.speed.tables import images, markdown_table
+from benchmarks.speed.markdown import images, markdown_table
+from benchmarks.speed.memory.measure import PHASES, VARIANTS
 
 
-def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
-    """`result` is what `sparsedp bench memory` measured."""
+def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+    """`result` is what `python -m benchmarks memory` measured."""
     rows = result["rows"]
     names = [name for name in VARIANTS if any(row["variant"] == name for row in rows)]
     found = {(row["variant"], row["phase"]): row for row in rows if "skipped" not in row}
     phases = [phase for phase in PHASES if any((name, phase) in found for name in names)]
     memory = result["machine"]["memory_bytes"]
     parts = [
-        "## Memory: a table and nothing of its size beside it",
-        f"`sparsedp bench memory`: one table of {result['table_rows']:,} rows, dim {result['dim']}, "
+        "# Memory: a table and nothing of its size beside it",
+        f"`python -m benchmarks memory`: one table of {result['table_rows']:,} rows, dim {result['dim']}, "
         f"{result['table_bytes'] / 1e9:.2f} GB of a machine's {memory / 1e9:.1f} GB; batch {result['batch']}. The most anonymous "
         "memory beyond the table in each phase, as a share of the table.",
         markdown_table(

@@ -1,4 +1,4 @@
-"""The result of `sparsedp bench memory` as a plot; needs matplotlib (the extra `plot`).
+"""The result of `python -m benchmarks memory` as a plot; needs matplotlib (the extra `plot`).
 
 memory_peaks.png    the most memory beyond the table in each phase, against a second copy of it
 """
@@ -11,12 +11,12 @@ from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
-from sparsedp.bench.memory import PHASES, VARIANTS
+from benchmarks.speed.memory.measure import PHASES, VARIANTS
 
 _COLORS = dict(zip(VARIANTS, ("#009e73", "#0072b2", "#e69f00", "0.5"), strict=True))
 
 
-def write_memory_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
+def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     """Returns the files' names: none, if nothing was measured."""
     figure = peak_plot(result)
     if figure is None:

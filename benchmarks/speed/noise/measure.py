@@ -1,4 +1,4 @@
-"""`sparsedp bench noise`: normal numbers from ChaCha8 against torch's `normal_`, and settling a table with them."""
+"""`python -m benchmarks noise`: normal numbers from ChaCha8 against torch's `normal_`, and settling a table with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsedp.bench.timing import interleaved, machine, ratio
+from benchmarks.speed.machine import machine
+from benchmarks.speed.timing import interleaved, ratio
 from sparsedp.lazy import LazyTables
 from sparsedp.noise import GaussianNoise, RandomKey, row_normals
 

@@ -1,4 +1,4 @@
-"""`sparsedp bench noise`: its options, and its result as a table."""
+"""`python -m benchmarks noise`: its options, and its result as a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import make_table, milliseconds, positive
+from benchmarks.speed.console import make_table, milliseconds, positive
+from benchmarks.speed.noise.measure import SIZES, bench_noise
 
 QUICK_SIZES = (10_000, 1_000_000)
 
@@ -25,8 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what `--json` writes."""
-    from sparsedp.bench.noise import SIZES, bench_noise
-
     sizes = args.size or list(QUICK_SIZES if args.quick else SIZES)
     return bench_noise(sizes, repeats=args.repeats or (5 if args.quick else 20))
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from sparsedp.bench import dual, lazydp, tied
-from sparsedp.bench.papers import COMPARISONS, PAPERS, Comparison, Published, Results, Value
-from sparsedp.report.speed import tables
+from benchmarks.speed import markdown
+from benchmarks.speed.dual import measure as dual
+from benchmarks.speed.lazydp import measure as lazydp
+from benchmarks.speed.papers.published import COMPARISONS, PAPERS, Comparison, Published, Results, Value
+from benchmarks.speed.tied import measure as tied
 
 # The part in which our counterparts are, and the paper's setting.
 _SETTINGS = {
@@ -25,10 +27,10 @@ _SETTINGS = {
 }
 
 
-def section(results: Results, plots: Sequence[str]) -> str:
-    """A table for each paper, from the results of all parts by name. It has no plots of its own."""
+def page(results: Results) -> str:
+    """A table for each paper, from the results of all parts by name."""
     pieces = [
-        "## The papers' tables",
+        "# The papers' tables",
         "Ratios of times, as published and as measured here. A range is over the settings that the line names; a dash was not "
         "measured.",
     ]
@@ -36,9 +38,9 @@ def section(results: Results, plots: Sequence[str]) -> str:
         part, setting = _SETTINGS[paper]
         lines = [_line(found, results) for found in COMPARISONS if found.published.paper == paper]
         pieces += [
-            f"### {paper}",
+            f"## {paper}",
             f"The paper: {setting} Ours: {_setting(part, results.get(part))}.",
-            tables.markdown_table(("what", "paper", "ours", "what differs"), lines),
+            markdown.markdown_table(("what", "paper", "ours", "what differs"), lines),
         ]
     return "\n\n".join(pieces)
 
@@ -60,13 +62,13 @@ def ours(value: Value | None, number: Published) -> str:
 def _shown(value: Value) -> str:
     if isinstance(value, tuple):
         return " to ".join(map(_shown, value))
-    return tables.number(value)
+    return markdown.number(value)
 
 
 def _setting(part: str, result: Mapping[str, Any] | None) -> str:
     """Of our counterparts."""
     if result is None:
-        return f"`sparsedp bench {part}` was not run"
+        return f"`python -m benchmarks {part}` was not run"
     if part == "vocabulary":
         at = f"dim {result['dim']}, batch {result['batch']:,}"
     elif part == "lazydp":
@@ -75,4 +77,4 @@ def _setting(part: str, result: Mapping[str, Any] | None) -> str:
         at = f"{lazydp.Setting(**result['base'])}{varied}"
     else:
         at = str({"dual": dual, "tied": tied}[part].Setting(**result["base"]))
-    return f"`sparsedp bench {part}` on {result['machine']['threads']} threads of a CPU, {at}"
+    return f"`python -m benchmarks {part}` on {result['machine']['threads']} threads of a CPU, {at}"

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from sparsedp.bench.peers.problem import KINDS, Case, case
-from sparsedp.bench.peers.torchmodels import case_loss, case_module
+from benchmarks.speed.peers.problem import KINDS, Case, case
+from benchmarks.speed.peers.torchmodels import case_loss, case_module
 
 TITLES = {
     "model": "the benchmark's model",

@@ -1,4 +1,4 @@
-"""`sparsedp bench peers`: SparseDP and what a user would pick instead, on the same model, data and privacy parameters.
+"""`python -m benchmarks peers`: SparseDP and what a user would pick instead, on the same model, data and privacy parameters.
 
 Every peer runs in processes of its own, a new one in each round, so that no two tables are in memory at once and a slow
 moment of the machine meets all of them.
@@ -19,10 +19,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sparsedp.bench.peers.bounds import judge
-from sparsedp.bench.peers.problem import OUT_OF_MEMORY, Problem
-from sparsedp.bench.timing import Timing, machine, ratio
-from sparsedp.bench.varied import available_memory
+from benchmarks.speed.machine import available_memory, machine
+from benchmarks.speed.peers.bounds import judge
+from benchmarks.speed.peers.problem import OUT_OF_MEMORY, Problem
+from benchmarks.speed.timing import Timing, ratio
 
 SLOW = 3.0  # seconds; what takes longer at some size is measured there in the first round only
 _SETUP = 180.0  # seconds that a worker may take for its imports, its answers, or a table

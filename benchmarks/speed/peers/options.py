@@ -1,4 +1,4 @@
-"""`sparsedp bench peers`: its options, and its result as tables."""
+"""`python -m benchmarks peers`: its options, and its result as tables."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import default_text, make_table, milliseconds, positive, positive_number
+from benchmarks.speed.console import default_text, make_table, milliseconds, positive, positive_number
+from benchmarks.speed.peers.bounds import TITLES
+from benchmarks.speed.peers.measure import PEERS, bench_peers
+from benchmarks.speed.peers.page import epsilon, setting, verdict
 from sparsedp.cli.progress import Lines
 
-# As in sparsedp.bench.peers.compare, which is only loaded to measure.
-PEERS = (
-    "fbgemm", "opacus_hooks", "opacus_ghost", "jax_privacy", "tf_dense", "tf_sparse", "dpsgd", "lazydp", "adafest", "eana"
-)  # fmt: skip
+COMPARED = tuple(name for name in PEERS if name != "plain")  # which is always measured
 FULL: dict[str, Any] = {
     "rows": [10_000, 100_000, 1_000_000, 10_000_000], "repeats": 2, "steps": 20, "seconds": 0.7, "limit": 20.0
 }  # fmt: skip
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="rows of the table (default: 10^4, 10^5, 10^6, 10^7; the first two with --quick); may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--peer", choices=PEERS, action="append", help="what to compare with PyTorch (default: all); may be repeated"
+        "--peer", choices=COMPARED, action="append", help="what to compare with PyTorch (default: all); may be repeated"
     )
     parser.add_argument("--repeats", type=positive, metavar="N", help=f"processes of each peer {default('repeats')}")
     parser.add_argument("--steps", type=positive, metavar="N", help=f"steps of a process at a size {default('steps')}")
@@ -53,12 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what `--json` writes."""
-    from sparsedp.bench.peers.compare import bench_peers
-
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
     return bench_peers(
         chosen["rows"],
-        peers=args.peer or PEERS,
+        peers=args.peer or COMPARED,
         rounds=chosen["repeats"],
         steps=chosen["steps"],
         seconds=chosen["seconds"],
@@ -70,9 +68,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    from sparsedp.bench.peers.bounds import TITLES
-    from sparsedp.report.speed.peers import epsilon, setting, verdict
-
     titles = {peer["variant"]: peer["title"] for peer in result["peers"]}
     console.print(setting(result), highlight=False, markup=False)
     columns = (

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparsedp.bench.peers.bounds import TITLES
-from sparsedp.report.speed.tables import images, markdown_table, milliseconds, times
+from benchmarks.speed.markdown import images, markdown_table, milliseconds, times
+from benchmarks.speed.peers.bounds import TITLES
 
 
-def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
-    """`result` is what `sparsedp bench peers` measured."""
+def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+    """`result` is what `python -m benchmarks peers` measured."""
     titles = {peer["variant"]: peer["title"] for peer in result["peers"]}
     here = [peer for peer in result["peers"] if "absent" not in peer]
     parts = [
-        "## Beside other libraries",
-        f"`sparsedp bench peers`: {setting(result)}",
+        "# Beside other libraries",
+        f"`python -m benchmarks peers`: {setting(result)}",
         markdown_table(
             ("rows", "peer", "a step, ms", "examples/s", "/ PyTorch", "/ AdaFEST", "memory beyond the table"),
             [

@@ -1,4 +1,4 @@
-"""The result of `sparsedp bench peers` as a plot; needs matplotlib (the extra `plot`).
+"""The result of `python -m benchmarks peers` as a plot; needs matplotlib (the extra `plot`).
 
 peers_rows.png   the time of a step over the rows of the table
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
-from sparsedp.bench.peers.compare import PEERS
+from benchmarks.speed.peers.measure import PEERS
 
 _COLORS = dict(
     zip(
@@ -34,7 +34,7 @@ _COLORS = dict(
 )
 
 
-def write_peers_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
+def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     """Writes what there is something to show for; returns the files' names."""
     figure = rows_plot(result)
     if figure is None:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from measure import Peer, importing, main
 from problem import Case, Problem
+from worker import Peer, importing, main
 
 with importing():
     import jax

@@ -9,8 +9,8 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from measure import Peer, importing, main
 from problem import Case, Problem
+from worker import Peer, importing, main
 
 with importing():
     import torch

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from measure import Peer, importing, job, main
 from problem import Case, Problem
+from worker import Peer, importing, job, main
 
 with importing():
     import tensorflow as tf

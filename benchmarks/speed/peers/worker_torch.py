@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from measure import Peer, importing, main
 from problem import Problem
+from worker import Peer, importing, main
 
 with importing():
     import torch

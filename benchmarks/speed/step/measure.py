@@ -1,47 +1,23 @@
-"""`sparsedp bench step`: a private step against a plain PyTorch one, and where its time goes."""
+"""`python -m benchmarks step`: a private step against a plain PyTorch one, and where its time goes."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.functional import binary_cross_entropy_with_logits
-from torch.utils.data import DataLoader, TensorDataset
+from torch import nn
 
-from sparsedp.bench.peaks import Runs, peaks
-from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
+from benchmarks.speed.machine import machine
+from benchmarks.speed.peaks import Runs, peaks
+from benchmarks.speed.steps import Workload, made, plain_step, private_step
+from benchmarks.speed.timing import Stopwatch, interleaved, ratio
 from sparsedp.data import CRITEO_VOCABULARY
-from sparsedp.engine import PrivacyEngine
-from sparsedp.lazy.tables import LazyTables
 from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, Mechanism
 from sparsedp.models import PCTR
-from sparsedp.optimizer import PrivateOptimizer
-from sparsedp.refusals import find_tables
-from sparsedp.sampling import BatchInfo
 
-# In the order of a step, for tables and plots.
-STAGES = ("forward", "settling", "backward", "collect", "norms", "sums", "selection", "noise", "update")
-
-
-def click_loss(module: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    """The mean cross-entropy of logits (B,) and a target of zeros and ones."""
-    *inputs, target = batch
-    return binary_cross_entropy_with_logits(module(*inputs), target)
-
-
-@dataclass
-class Workload:
-    """A model, made anew for each variant, and a batch for it. Between steps it may be changed for another batch."""
-
-    name: str
-    make: Callable[[bool], nn.Module]  # sparse gradients for the tables or not
-    batch: tuple[Tensor, ...]  # inputs and target
-    loss: Callable[[nn.Module, tuple[Tensor, ...]], Tensor] = click_loss  # of the module on the batch
+MODELS = ("mlp", "pctr")
 
 
 def mlp(batch: int, width: int = 1024, features: int = 512) -> Workload:
@@ -65,100 +41,6 @@ def pctr(batch: int, scale: float) -> Workload:
         lambda sparse: PCTR(sizes, sparse=sparse),
         (torch.rand(batch, 13), ids, torch.rand(batch).round()),
     )
-
-
-def plain_step(workload: Workload, watch: Stopwatch | None = None) -> Callable[[], None]:
-    """What a user has without privacy: sparse gradients for the tables, SGD, autograd."""
-    module = workload.make(True)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    stage = Stopwatch() if watch is None else watch
-
-    def run() -> None:
-        optimizer.zero_grad()
-        with stage("forward"):
-            loss = workload.loss(module, workload.batch)
-        with stage("backward"):
-            loss.backward()
-        with stage("update"):
-            optimizer.step()
-        stage.lap()
-
-    return run
-
-
-def private_step(
-    workload: Workload, watch: Stopwatch, mechanism: Mechanism | None = None, sparse: bool = False
-) -> Callable[[], None]:
-    """The same step made private, on a batch of fixed size, so that both do the same work."""
-    return private_run(workload, watch, mechanism, sparse).step
-
-
-@dataclass(frozen=True)
-class PrivateRun:
-    """A private step that can be taken again and again, and what it was made of."""
-
-    step: Callable[[], None]
-    wait: Callable[[int], None]  # lets so many steps pass that nobody takes part in
-    engine: PrivacyEngine
-    optimizer: PrivateOptimizer
-
-
-def private_run(
-    workload: Workload, watch: Stopwatch, mechanism: Mechanism | None = None, sparse: bool = False
-) -> PrivateRun:
-    module = workload.make(sparse)
-    units = len(workload.batch[-1])
-    loader: Any = DataLoader(TensorDataset(torch.zeros(100 * units, 1)), batch_size=units)
-    engine = PrivacyEngine()
-    module, optimizer, loader = engine.make_private(
-        module=module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.01),
-        data_loader=loader,
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        mechanism=mechanism,
-    )
-    optimizer.stage = watch
-    if optimizer.lazy is not None:
-        _time_settling(optimizer.lazy, watch)
-    steps = iter(range(1 << 60))
-
-    def step() -> None:
-        loader.current = BatchInfo(units, units, True, True, next(steps))
-        optimizer.zero_grad()
-        with watch("forward"):
-            loss = workload.loss(module, workload.batch)
-        with watch("backward"):
-            loss.backward()
-        optimizer.step()
-        watch.lap()
-
-    def wait(count: int) -> None:
-        tables = find_tables(module)
-        # The noise of the layers' matrices would take most of the time.
-        matrices = [p for name, p in module.named_parameters() if name not in tables and p.ndim > 1]
-        for parameter in matrices:
-            parameter.requires_grad_(False)
-        for _ in range(count):
-            loader.current = BatchInfo(0, 0, True, True, next(steps))
-            optimizer.zero_grad()
-            optimizer.step()
-        for parameter in matrices:
-            parameter.requires_grad_(True)
-        watch.forget()
-
-    return PrivateRun(step, wait, engine, optimizer)
-
-
-def _time_settling(lazy: LazyTables, watch: Stopwatch) -> None:
-    """Makes a stage of what LazyDP does in the forward pass, before rows are read."""
-    settle = lazy.settle
-
-    def timed(name: str, ids: Tensor) -> None:
-        with watch("settling"):
-            settle(name, ids)
-
-    lazy.settle = timed  # type: ignore[method-assign]
 
 
 def bench_step(models: list[str], *, batch: int, repeats: int, scale: float, memory: bool = True) -> dict[str, Any]:
@@ -204,12 +86,6 @@ def memory_runs(model: str, batch: int, scale: float) -> Runs:
     """For `peaks`: some steps of each variant, on a model that is made before."""
     work, names = _workload(model, batch, scale), ("plain", *_mechanisms(model))
     return {name: functools.partial(_run_some, name, model, made(work)) for name in names}
-
-
-def made(work: Workload) -> Workload:
-    """The workload with a model that there is already, for one variant to use."""
-    module = work.make(True)
-    return replace(work, make=lambda sparse: module)
 
 
 def _run_some(name: str, model: str, work: Workload) -> None:

@@ -1,4 +1,4 @@
-"""`sparsedp bench step`: its options, and its result as tables."""
+"""`python -m benchmarks step`: its options, and its result as tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import (
+from benchmarks.speed.console import (
     default_text,
     make_table,
     megabytes,
@@ -17,8 +17,8 @@ from sparsedp.cli.benchtables import (
     positive_number,
     stage_table,
 )
+from benchmarks.speed.step.measure import MODELS, bench_step
 
-MODELS = ("mlp", "pctr")
 FULL = {"batch": 2048, "repeats": 40, "scale": 1.0}
 QUICK = {"batch": 256, "repeats": 5, "scale": 0.1}
 
@@ -40,8 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what `--json` writes."""
-    from sparsedp.bench.step import bench_step
-
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
     return bench_step(
         args.model or list(MODELS),
@@ -53,9 +51,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    from sparsedp.bench.step import STAGES
-    from sparsedp.bench.varied import stages_of
-
     table = make_table(
         "Private step against plain PyTorch SGD; best / median ± spread, ms",
         (
@@ -78,4 +73,4 @@ def show(console: Console, result: dict[str, Any]) -> None:
     console.print(table)
     heads = [f"{row['model']} {row['mechanism']}" for row in result["rows"]]
     title = "Where the private step's time goes; best, ms"
-    console.print(stage_table(title, stages_of(result["rows"], STAGES), result["rows"], heads))
+    console.print(stage_table(title, result["rows"], heads))

@@ -1,18 +1,17 @@
-"""`sparsedp bench step` as a section of the page."""
+"""`python -m benchmarks step` as a section of the page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparsedp.bench.step import STAGES
-from sparsedp.bench.varied import stages_of
-from sparsedp.report.speed.tables import images, markdown_table, megabytes, milliseconds, times
+from benchmarks.speed.markdown import images, markdown_table, megabytes, milliseconds, times
+from benchmarks.speed.stages import stages_of
 
 _NAMES = {"dpsgd": "DP-SGD", "adafest": "AdaFEST", "eana": "EANA", "mlp": "MLP", "pctr": "pCTR"}
 
 
-def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     rows = result["rows"]
     names = [f"{_NAMES[row['model']]}, {_NAMES[row['mechanism']]}" for row in rows]
     table = markdown_table(
@@ -33,10 +32,10 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         ("stage, best, ms", *names),
         (
             [stage, *(f"{1e3 * row['stages'][stage]:.1f}" if stage in row["stages"] else "-" for row in rows)]
-            for stage in stages_of(rows, STAGES)
+            for stage in stages_of(rows)
         ),
     )
-    return f"""## A step against plain PyTorch
+    return f"""# A step against plain PyTorch
 
 Batch {rows[0]["batch"]}; plain is `nn.Embedding(sparse=True)` with `SGD` and autograd. The MLP has
 no tables; pCTR has Criteo's vocabularies, times {result["scale"]:g}. Memory is the peak beyond the model.

@@ -1,4 +1,4 @@
-"""The result of `sparsedp bench step` as plots; needs matplotlib (the extra `plot`)."""
+"""The result of `python -m benchmarks step` as plots; needs matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sparsedp.bench.step import STAGES
-from sparsedp.report.stageplot import stacked_stages
-
-_COLORS = ("#0072b2", "#cc3311", "#56b4e9", "0.75", "#cc79a7", "#f0e442", "#009e73", "#e69f00", "0.4")
+from benchmarks.speed.stageplot import stacked_stages
 
 
-def write_step_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
+def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     """step_<model>.png: where the time of a step goes, for each model."""
     written = []
     for model in dict.fromkeys(row["model"] for row in result["rows"]):
         mine = [row for row in result["rows"] if row["model"] == model]
         bars = [{"variant": "plain", "best": mine[0]["plain"]["best"], "stages": mine[0]["plain_stages"]}]
         bars += [{"variant": row["mechanism"], "best": row["private"]["best"], "stages": row["stages"]} for row in mine]
-        colors = dict(zip(STAGES, _COLORS, strict=True))
         labels = [str(bar["variant"]) for bar in bars]
-        figure = stacked_stages(
-            bars, "plain", "plain PyTorch", labels, colors, f"Where the time of a step goes: {model}"
-        )
+        figure = stacked_stages(bars, "plain", "plain PyTorch", labels, f"Where the time of a step goes: {model}")
         assert figure is not None
         figure.savefig(folder / f"step_{model}.png", dpi=130, bbox_inches="tight")
         written.append(f"step_{model}.png")

@@ -1,4 +1,4 @@
-"""`sparsedp bench tied`: a step of a causal Transformer whose item table also scores all items (DPFormer, section 4.2, figure 3).
+"""`python -m benchmarks tied`: a step of a causal Transformer whose item table also scores all items (DPFormer, figure 3).
 
 With and without privacy, over vocabularies and lengths: time, stages, memory, and the largest batch that fits.
 """
@@ -11,17 +11,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from scipy.stats import norm
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from sparsedp.accounting import split_multiplier
-from sparsedp.bench.ghost import Batch, add_ghost, add_unit_gradients, dense_step, unit_losses
-from sparsedp.bench.peaks import Runs, peaks
-from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
-from sparsedp.bench.varied import Memory, Quantity, available_memory, measure_varied, off_base
+from benchmarks.speed.ghost import Batch, add_ghost, add_unit_gradients, dense_step, unit_losses
+from benchmarks.speed.machine import available_memory, machine
+from benchmarks.speed.peaks import Runs, peaks
+from benchmarks.speed.steps import matched_adafest
+from benchmarks.speed.timing import Stopwatch, interleaved, ratio
+from benchmarks.speed.varied import Memory, Quantity, measure_varied, off_base
 from sparsedp.engine import PrivacyEngine
-from sparsedp.mechanisms import DPSGD, AdaFEST, LazyDP, Mechanism
+from sparsedp.mechanisms import DPSGD, LazyDP, Mechanism
 from sparsedp.models import DPFormer
 from sparsedp.nn import CandidateSampler, candidate_loss, sequence_loss
 from sparsedp.sampling import BatchInfo
@@ -37,15 +37,10 @@ VARIANTS = {
     "ghost": "ghost clipping, not tied",
 }
 SLOW = frozenset({"per_example", "ghost"})
-# In the order of a step, for tables and plots.
-STAGES = (
-    "candidates", "forward", "backward", "collect", "selection", "noise", "unit gradients", "norms", "sums", "update"
-)  # fmt: skip
 DIM, BLOCKS = 64, 2  # DPFormer, appendix E.2
 NEGATIVES = 20
 WARMUP = 1
 _MOST = 1 << 28  # elements that the baselines' temporaries may have when they are timed
-_ADAFEST_RATIO = 5.0
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
@@ -140,9 +135,7 @@ def _mechanism(name: str, setting: Setting) -> Mechanism:
         return LazyDP()
     if name == "adafest":
         # Untouched rows survive with the probability with which a unit's negatives touch them.
-        deviation = split_multiplier(1.0, _ADAFEST_RATIO)[0]
-        share = min(0.5, NEGATIVES / setting.items)
-        return AdaFEST(threshold=deviation * float(norm.isf(share)), noise_ratio=_ADAFEST_RATIO)
+        return matched_adafest(NEGATIVES, setting.items)
     return DPSGD()
 
 

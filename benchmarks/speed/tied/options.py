@@ -1,4 +1,4 @@
-"""`sparsedp bench tied`: its options, and its result as tables."""
+"""`python -m benchmarks tied`: its options, and its result as tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import (
+from benchmarks.speed.console import (
     default_text,
     make_table,
     milliseconds,
@@ -18,12 +18,11 @@ from sparsedp.cli.benchtables import (
     say_left_out,
     stage_table,
 )
+from benchmarks.speed.tied.measure import QUANTITIES, VARIANTS, Setting, bench_tied
 from sparsedp.cli.progress import Lines
 
-# As in sparsedp.bench.tied, which is only loaded to measure.
-VARIED = ("items", "length", "filled")
-VARIANTS = ("plain_chunked", "logits", "softmax", "adafest", "lazydp", "per_example", "ghost")
-FULL = {"items": 3400, "length": 100, "batch": 64, "repeats": 8, "slow_repeats": 2}
+COMPARED = tuple(name for name in VARIANTS if name != "plain")  # which is always measured
+FULL = {"items": Setting.items, "length": Setting.length, "batch": Setting.batch, "repeats": 8, "slow_repeats": 2}
 QUICK = {"items": 500, "length": 20, "batch": 16, "repeats": 3, "slow_repeats": 1}
 
 
@@ -38,11 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"of per-example gradients and ghost clipping {default('slow_repeats')}",
     )  # fmt: skip
     parser.add_argument(
-        "--vary", choices=(*VARIED, "none"), action="append",
+        "--vary", choices=(*QUANTITIES, "none"), action="append",
         help="what to vary, one at a time (default: all; none with --quick); may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--variant", choices=VARIANTS, action="append",
+        "--variant", choices=COMPARED, action="append",
         help="what to compare with plain PyTorch (default: all); may be repeated",
     )  # fmt: skip
     parser.add_argument(
@@ -55,14 +54,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what `--json` writes."""
-    from sparsedp.bench.tied import Setting, bench_tied
-
     chosen = {key: getattr(args, key) or value for key, value in (QUICK if args.quick else FULL).items()}
-    vary = args.vary or (("none",) if args.quick else VARIED)
+    vary = args.vary or (("none",) if args.quick else QUANTITIES)
     return bench_tied(
         Setting(items=chosen["items"], length=chosen["length"], batch=chosen["batch"]),
-        vary=[name for name in VARIED if name in vary],
-        variants=args.variant or VARIANTS,
+        vary=[name for name in QUANTITIES if name in vary],
+        variants=args.variant or COMPARED,
         repeats=chosen["repeats"],
         slow_repeats=chosen["slow_repeats"],
         memory=not (args.no_memory or args.quick),
@@ -72,10 +69,6 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def show(console: Console, result: dict[str, Any]) -> None:
-    from sparsedp.bench.tied import QUANTITIES, STAGES, Setting
-    from sparsedp.bench.tied import VARIANTS as NAMES
-    from sparsedp.bench.varied import stages_of
-
     base = [row for row in result["rows"] if row["base"]]
     if base:
         console.print(f"Tied Transformer, {Setting(**result['base'])}", highlight=False)
@@ -87,16 +80,16 @@ def show(console: Console, result: dict[str, Any]) -> None:
             peak = peaks.get(row["variant"], {})
             chunked = row.get("ratio_to_chunked")
             table.add_row(
-                NAMES[row["variant"]], milliseconds(row), f"{row['ratio_to_plain']['best']:.2f}",
+                VARIANTS[row["variant"]], milliseconds(row), f"{row['ratio_to_plain']['best']:.2f}",
                 f"{row['ratio_to_plain']['median']:.2f}", "-" if chunked is None else f"{chunked['best']:.2f}",
                 f"{peak['bytes_each'] / 1e6:.2f}" if peak else "-", f"{peak['largest_batch'] or '-'}" if peak else "-",
             )  # fmt: skip
         console.print(table)
-        heads = [NAMES[row["variant"]] for row in base]
-        console.print(stage_table("Where the time goes; best, ms", stages_of(base, STAGES), base, heads))
+        heads = [VARIANTS[row["variant"]] for row in base]
+        console.print(stage_table("Where the time goes; best, ms", base, heads))
     for name, quantity in QUANTITIES.items():
         along = [row for row in result["rows"] if name in row["varied"]]
         if along:
-            ratios = [(title, variant, "ratio_to_plain") for variant, title in NAMES.items() if variant != "plain"]
+            ratios = [(title, variant, "ratio_to_plain") for variant, title in VARIANTS.items() if variant != "plain"]
             console.print(ratio_table(quantity.title, name, along, ("PyTorch", "plain"), ratios))
-    say_left_out(console, result, NAMES, Setting)
+    say_left_out(console, result, VARIANTS, Setting)

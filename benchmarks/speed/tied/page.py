@@ -1,16 +1,23 @@
-"""`sparsedp bench tied` as a section of the page."""
+"""`python -m benchmarks tied` as a section of the page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparsedp.bench.tied import QUANTITIES, STAGES, VARIANTS, Setting
-from sparsedp.report.speed.tables import images, markdown_table, milliseconds, times
-from sparsedp.report.speed.varied import memory_along, ratios_along, stage_lines
+from benchmarks.speed.markdown import (
+    images,
+    markdown_table,
+    memory_along,
+    milliseconds,
+    ratios_along,
+    stage_lines,
+    times,
+)
+from benchmarks.speed.tied.measure import QUANTITIES, VARIANTS, Setting
 
 
-def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     base = [row for row in result["rows"] if row["base"]]
     largest_batches = {row["variant"]: row for row in result["largest"]}
     lines = []
@@ -37,12 +44,12 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         f"largest batch in {result['gigabytes']:g} GB",
     )
     pieces = [
-        "## Tied sequence models",
+        "# Tied sequence models",
         f"A causal Transformer, dim {result['dim']}, {result['blocks']} blocks, whose input and output table are one: "
         f"{Setting(**result['base'])}; {result['negatives']} negatives where candidates are scored.",
     ]
     if base:
-        pieces += [markdown_table(head, lines), stage_lines(base, VARIANTS, STAGES)]
+        pieces += [markdown_table(head, lines), stage_lines(base, VARIANTS)]
     pieces += [
         table
         for key, quantity in QUANTITIES.items()

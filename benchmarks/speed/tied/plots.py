@@ -1,4 +1,4 @@
-"""The result of `sparsedp bench tied` as plots; needs matplotlib (the extra `plot`).
+"""The result of `python -m benchmarks tied` as plots; needs matplotlib (the extra `plot`).
 
 tied_items.png, tied_length.png, tied_filled.png   a step's time over plain PyTorch's at the same setting
 tied_stages.png     where the time of a step goes, in units of PyTorch's step
@@ -13,25 +13,18 @@ from typing import Any
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
-from sparsedp.bench.tied import QUANTITIES, STAGES, VARIANTS
-from sparsedp.report.stageplot import stacked_stages
+from benchmarks.speed.stageplot import stacked_stages
+from benchmarks.speed.tied.measure import QUANTITIES, VARIANTS
 
 _COLORS = dict(
     zip(VARIANTS, ("0.35", "0.65", "#56b4e9", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#d55e00"), strict=True)
-)
-_STAGE_COLORS = dict(
-    zip(
-        STAGES,
-        ("0.4", "#0072b2", "#56b4e9", "0.75", "#009e73", "#e69f00", "#8c510a", "#cc79a7", "#f0e442", "#d55e00"),
-        strict=True,
-    )
 )
 _UNITS = {"items": "items", "length": "positions of a sequence", "filled": "share of positions that are not padding"}
 
 Rows = Sequence[Mapping[str, Any]]
 
 
-def write_tied_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
+def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     """Writes what there is something to show for; returns the files' names."""
     rows = result["rows"]
     figures = {f"tied_{key}.png": ratio_plot(rows, key) for key in QUANTITIES}
@@ -69,7 +62,7 @@ def stage_plot(rows: Rows) -> Figure | None:
     """Stacked bars of the variants whose step is not longer than five of PyTorch's; the others would flatten them."""
     shown = [row for row in rows if row["ratio_to_plain"]["best"] <= 5]
     labels = [VARIANTS[row["variant"]].replace(", ", ",\n") for row in shown]
-    return stacked_stages(shown, "plain", "PyTorch", labels, _STAGE_COLORS, "Where the time of a step goes")
+    return stacked_stages(shown, "plain", "PyTorch", labels, "Where the time of a step goes")
 
 
 def batch_plot(memory: Rows, gigabytes: float) -> Figure | None:

@@ -1,4 +1,4 @@
-"""`sparsedp bench vocabulary`: how a step's time and memory grow with the rows of one table (DP-AdaFEST, Table 4)."""
+"""`python -m benchmarks vocabulary`: how a step's time and memory grow with the rows of one table (DP-AdaFEST, Table 4)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from sparsedp.bench.peaks import Runs, peaks
-from sparsedp.bench.step import Workload, plain_step, private_step
-from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
+from benchmarks.speed.machine import machine
+from benchmarks.speed.papers.published import ADAFEST_TABLE_4
+from benchmarks.speed.peaks import Runs, peaks
+from benchmarks.speed.steps import Workload, plain_step, private_step
+from benchmarks.speed.timing import Stopwatch, interleaved, ratio
 from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, Mechanism
 
 DIM, BATCH = 64, 1024
-SIZES = (100_000, 200_000, 1_000_000, 2_000_000, 5_000_000, 10_000_000)
+SIZES = tuple(rows for rows, *_ in ADAFEST_TABLE_4)
 
 
 class OneTable(nn.Module):

@@ -1,4 +1,4 @@
-"""`sparsedp bench vocabulary`: its options, and its result as a table."""
+"""`python -m benchmarks vocabulary`: its options, and its result as a table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 from rich.console import Console
 
-from sparsedp.cli.benchtables import make_table, megabytes, milliseconds, positive
+from benchmarks.speed.console import make_table, megabytes, milliseconds, positive
+from benchmarks.speed.vocabulary.measure import SIZES, bench_vocabulary
 
 QUICK_ROWS = (10_000, 100_000)
 
@@ -26,8 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """Returns what `--json` writes."""
-    from sparsedp.bench.vocabulary import SIZES, bench_vocabulary
-
     sizes = args.rows or list(QUICK_ROWS if args.quick else SIZES)
     repeats = args.repeats or (3 if args.quick else 15)
     return bench_vocabulary(sizes, repeats=repeats, memory=not (args.no_memory or args.quick))

@@ -1,14 +1,14 @@
-"""`sparsedp bench vocabulary` as a section of the page."""
+"""`python -m benchmarks vocabulary` as a section of the page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparsedp.report.speed.tables import images, markdown_table, megabytes, milliseconds, number
+from benchmarks.speed.markdown import images, markdown_table, megabytes, milliseconds, number
 
 
-def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     rows = {(row["rows"], row["variant"]): row for row in result["rows"]}
     sizes = list(dict.fromkeys(size for size, _ in rows))
     variants = list(dict.fromkeys(variant for _, variant in rows))
@@ -23,7 +23,7 @@ def section(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         ),
     )  # fmt: skip
     pieces = [
-        "## One table of more and more rows",
+        "# One table of more and more rows",
         f"Dim {result['dim']}, batch {result['batch']}, one id per unit (the DP-AdaFEST paper's Table 4).",
         time,
     ]

@@ -1,4 +1,4 @@
-"""The result of `sparsedp bench vocabulary` as a plot; needs matplotlib (the extra `plot`)."""
+"""The result of `python -m benchmarks vocabulary` as a plot; needs matplotlib (the extra `plot`)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 
-def write_vocabulary_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
+def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     """vocabulary_rows.png: the best time of a step against the rows of the table."""
     figure = Figure(figsize=(5.5, 4.0), layout="constrained")
     panel = figure.subplots()
