@@ -16,7 +16,7 @@ RESULTS = "results.json"
 # costs what a plain one does; nothing of the table's size is made beside it.
 FIGURES = {
     "peers_rows.png": "A step over the rows of the table, beside other libraries",
-    "step_pctr.png": "Where the time of a step goes",
+    "bound_pctr.png": "Where the time of a step goes, and the least that it could take",
     "memory_peaks.png": "Memory beside a table of half of the machine's",
 }
 

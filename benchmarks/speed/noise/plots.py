@@ -30,9 +30,9 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
                 label = f"{variant}, {threads} thread{'s' if threads > 1 else ''}"
                 panel.plot(*zip(*own), style, marker="o", label=label)
     panel.set_xscale("log")
+    panel.set_yscale("log")
     panel.set_xlabel("numbers")
     panel.set_ylabel("ns for each, best", fontsize=8)
-    panel.set_ylim(bottom=0)
     panel.set_title("Normal numbers in float32", fontsize=9)
     figure.legend(loc="outside lower center", ncols=3, fontsize=7)
     figure.savefig(folder / "noise_sources.png", dpi=130, bbox_inches="tight")

@@ -89,7 +89,7 @@ def ratios(results: Results, part: str, upper: str, lower: str, quantity: str | 
 
 
 def stage_shares(results: Results, variant: str, stages: Sequence[str], quantity: str | None) -> Along:
-    """Of a step of `bench lazydp`, in per cent of the sum of all stages."""
+    """Of a step of the part `lazydp`, in per cent of the sum of all stages."""
     return {
         value: 100 * sum(row["stages"].get(stage, 0.0) for stage in stages) / sum(row["stages"].values())
         for value, row in rows_along(results, "lazydp", variant, quantity).items()
@@ -163,7 +163,7 @@ def _touched(results: Results) -> float | None:
 
 
 def _rows_over(upper: tuple[str, int], lower: tuple[str, int]) -> Ours:
-    """Of `bench vocabulary`, the best time of a variant at a number of rows over that of another."""
+    """Of the part `vocabulary`, the best time of a variant at a number of rows over that of another."""
 
     def ours(results: Results) -> float | None:
         rows = results.get("vocabulary", {}).get("rows", ())
@@ -174,7 +174,7 @@ def _rows_over(upper: tuple[str, int], lower: tuple[str, int]) -> Ours:
 
 
 def _batch_over(upper: str, lower: str) -> Ours:
-    """Of `bench tied`, a variant's largest batch over another's."""
+    """Of the part `tied`, a variant's largest batch over another's."""
 
     def ours(results: Results) -> float | None:
         largest = {row["variant"]: row["largest_batch"] for row in results.get("tied", {}).get("largest", ())}
