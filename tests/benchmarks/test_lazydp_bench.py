@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -274,6 +275,26 @@ def test_lazydp_starts_with_waiting_rows() -> None:
     assert all(value > 0 for value in watch.stages.values())
     report = run.engine._optimizer.last_step  # type: ignore[union-attr]
     assert report.units == 32 and report.mean_norm > 0
+
+
+def test_settling_is_a_stage_like_the_others() -> None:
+    """Of a lookup, within the forward pass, once for each table; and of all rows at the end."""
+    work = lazydp.workload(TINY)
+    run = lazydp.private_run(work, Stopwatch(), sparsedp.LazyDP(), sparse=True)
+    run.step()
+    entered: list[str] = []
+
+    def stage(name: str) -> AbstractContextManager[None]:
+        entered.append(name)
+        return nullcontext()
+
+    run.optimizer.stage = stage
+    run.step()
+    assert entered[:27] == [*["settling"] * 26, "collect"]
+    assert {"collect", "selection", "noise", "norms", "sums", "update"} <= set(entered)
+    entered.clear()
+    run.engine.settle()
+    assert entered == ["settling"]
 
 
 def test_adafest_selects_about_as_many_rows_as_are_touched() -> None:
