@@ -6,7 +6,6 @@ tables in one grouping, and the touched rows are moved: as EANA does it, without
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -22,27 +21,46 @@ from sparsedp.capture.uses import Lookup, ParameterUses
 _RATE = 0.01
 
 
+class _Table(nn.Module):
+    """Looks rows up outside of autograd's graph of the weights; keeps their gradients in `uses` when these are there."""
+
+    def __init__(self, name: str, weight: Tensor, uses: dict[str, ParameterUses]) -> None:
+        super().__init__()
+        self.weight: Tensor
+        self.register_buffer("weight", weight.detach())
+        self._name, self._uses = name, uses
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows `ids` (B,)."""
+        rows = F.embedding(ids, self.weight).requires_grad_()
+
+        def keep(grad: Tensor) -> None:
+            lookup = Lookup(ids, torch.arange(len(ids)), grad, one_each=True)
+            self._uses[self._name] = ParameterUses([lookup], [], [])
+
+        rows.register_hook(keep)
+        return rows
+
+
 def tuned_step(workload: Workload, watch: Stopwatch) -> Callable[[], None]:
     """For models whose tables are each looked up once, one row for each unit."""
     module = workload.make(True)
-    tables = {name: part for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
-    found: dict[str, ParameterUses] = {}
-    for name, table in tables.items():
-        table.forward = functools.partial(_look_up, name, table.weight.detach(), found)  # type: ignore[method-assign]
-    weights = {name: table.weight.detach() for name, table in tables.items()}
+    weights = {name: part.weight.detach() for name, part in module.named_modules() if isinstance(part, nn.Embedding)}
+    uses: dict[str, ParameterUses] = {}
+    for name, weight in weights.items():
+        module.set_submodule(name, _Table(name, weight, uses))
     space = RowSpace.of(weights)
-    own = {id(table.weight) for table in tables.values()}
-    optimizer = torch.optim.SGD([p for p in module.parameters() if id(p) not in own], lr=_RATE)
+    optimizer = torch.optim.SGD(module.parameters(), lr=_RATE)
 
     def update_tables() -> None:
         units = len(workload.batch[-1])
-        touched = TouchedRows(found, space, units)
+        touched = TouchedRows(uses, space, units)
         rows = {name: touched.of(name) for name in weights}
-        sums = {name: weights[name].new_zeros(len(own_rows), weights[name].shape[1]) for name, own_rows in rows.items()}
+        sums = {name: weight.new_zeros(len(rows[name]), weight.shape[1]) for name, weight in weights.items()}
         touched.add_weighted_sums(sums, touched.slots(rows), torch.ones(units))
         for name, weight in weights.items():
             move_rows(weight, rows[name], sums[name], -_RATE)
-        found.clear()
+        uses.clear()
 
     def run() -> None:
         optimizer.zero_grad()
@@ -56,14 +74,3 @@ def tuned_step(workload: Workload, watch: Stopwatch) -> Callable[[], None]:
         watch.lap()
 
     return run
-
-
-def _look_up(name: str, weight: Tensor, found: dict[str, ParameterUses], ids: Tensor) -> Tensor:
-    """The rows `ids` (B,) of a table; keeps their gradients in `found` when these are there."""
-    rows = F.embedding(ids, weight).requires_grad_()
-
-    def keep(grad: Tensor) -> None:
-        found[name] = ParameterUses([Lookup(ids, torch.arange(len(ids)), grad, one_each=True)], [], [])
-
-    rows.register_hook(keep)
-    return rows

@@ -1,4 +1,4 @@
-"""The result of `python -m benchmarks bound` in Markdown."""
+"""The result of `python -m benchmarks bound` as a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The result of `python -m benchmarks growth` in Markdown."""
+"""The result of `python -m benchmarks growth` as a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks step` as a section of the page."""
+"""`python -m benchmarks step` as a page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m benchmarks vocabulary` as a section of the page."""
+"""`python -m benchmarks vocabulary` as a page."""
 
 from __future__ import annotations
 
