@@ -17,7 +17,7 @@ endif
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all lint format clean
+.PHONY: help demo test test-slow test-all bench lint format clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,9 @@ test-slow: $(VENV)/.dev  ## run the slow tests
 
 test-all: $(VENV)/.dev  ## run all tests
 	$(PYTEST) $(PYTEST_ARGS)
+
+bench: $(VENV)/.dev  ## measure speed and memory, for about 40 minutes, into runs/bench
+	$(BIN)/python -m benchmarks all $(BENCH_ARGS)
 
 lint: $(VENV)/.dev  ## check style and types
 	$(BIN)/ruff check .

@@ -10,7 +10,6 @@ import torch
 from scipy import stats
 from torch import nn
 
-from sparsedp.bench.noise import bench_noise
 from sparsedp.grid import grid_of, round_to
 from sparsedp.noise import CHUNK, GaussianNoise, RandomKey, Sums, add_row_normals, row_normals
 from support import Clicks, clicks, loader_of, make_private, train
@@ -199,10 +198,3 @@ def test_law_of_what_is_rounded() -> None:
     steps = sample / grid_of(2.5)
     assert (steps == np.rint(steps)).all()
     assert stats.chisquare(np.bincount(steps.astype(np.int64) % 16, minlength=16)).pvalue > 1e-4
-
-
-def test_benchmark_has_all_its_rows() -> None:
-    result = bench_noise([1000], repeats=1)
-    one = [row["variant"] for row in result["rows"] if row["threads"] == 1]
-    assert one == ["torch", "chacha", "settling", "chacha rows"]
-    assert all(row["best"] > 0 and row["nanoseconds_each"] > 0 for row in result["rows"])

@@ -42,7 +42,6 @@ DRAWS = {
 }  # fmt: skip
 # What may be there all the same, and why: file or folder, the names, the reason.
 ALLOWED: list[tuple[str, set[str], str]] = [
-    ("bench/", set(), "benchmarks draw data and weights of their own"),
     ("data/generated.py", {"np.random"}, "public data, made up"),
     ("data/generatedsequences.py", {"np.random"}, "public data, made up"),
     (

@@ -63,7 +63,7 @@ def attention(model: DPFormer, history: Tensor) -> list[str]:
             found.append((plain, None if noise is None else weights(query, key, future, noise)))
             return weights(query, key, future, noise)
 
-        block._weights = watched
+        block._weights = watched  # type: ignore[assignment]
         model.score_next(history)
         del block._weights
         plain, corrected = found[-1]

@@ -88,7 +88,7 @@ def plot(runs: list[Run], path: Path) -> None:
 
     figure = Figure(figsize=(10, 4), layout="constrained")
     models, noise = figure.subplots(1, 2)
-    noise.set_prop_cycle(color=colormaps["tab20"].colors)
+    noise.set_prop_cycle(color=[colormaps["tab20"](number) for number in range(20)])
     colors = dict(zip(PAPER, ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00")))
     styles = dict(zip(EPSILONS, (":", "--", "-")))
     for run in runs:

@@ -158,6 +158,7 @@ class PrivateOptimizer(Optimizer):
                 own, inner, self._waiting_key, plan.noise_std / plan.divisor,
                 getattr(plan.mechanism, "aggregate", True), lambda: self.ledger.steps,
             )  # fmt: skip
+            self.lazy.stage = lambda name: self.stage(name)
 
     def _waiting_key(self) -> RandomKey:
         """Of the noise that lazy tables wait for, which every lookup asks for; derived again where a run is resumed."""

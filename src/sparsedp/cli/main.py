@@ -24,7 +24,6 @@ COMMANDS = {
     "plan": "sparsedp.cli.plan",
     "sweep": "sparsedp.cli.sweep",
     "account": "sparsedp.cli.account",
-    "bench": "sparsedp.cli.bench",
 }
 REFUSED, INTERRUPTED = 2, 130
 
@@ -65,28 +64,32 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    args = make_parser().parse_args(argv)
+    return run_command("sparsedp", make_parser().parse_args(argv))
+
+
+def run_command(program: str, args: argparse.Namespace) -> int:
+    """`args.run(args)`, with what is refused, and interruptions, told in one line. Returns the exit code."""
     with warnings.catch_warnings():
-        warnings.showwarning = _show_warning(warnings.showwarning)
+        warnings.showwarning = _show_warning(program, warnings.showwarning)
         try:
             return args.run(args)
         except (SparseDPError, OSError) as error:
             if args.debug:
                 traceback.print_exc()
             else:
-                print(f"sparsedp: error: {one_line(error)}", file=sys.stderr)
+                print(f"{program}: error: {one_line(error)}", file=sys.stderr)
             return REFUSED
         except KeyboardInterrupt:
-            print("sparsedp: interrupted", file=sys.stderr)
+            print(f"{program}: interrupted", file=sys.stderr)
             return INTERRUPTED
 
 
-def _show_warning(otherwise: Any) -> Any:
+def _show_warning(program: str, otherwise: Any) -> Any:
     """SparseDP's own warnings in one line; all others as ever."""
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, SparseDPWarning):
-            print(f"sparsedp: warning: {message}", file=sys.stderr)
+            print(f"{program}: warning: {message}", file=sys.stderr)
         else:
             otherwise(message, category, *where, **more)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -80,6 +81,8 @@ class LazyTables:
     ) -> None:  # fmt: skip
         """`parameters` are the tables by name; `key()` is the noise's key; `steps()` the run's steps so far."""
         self.broken = False  # whether rows were claimed that did not get their noise
+        # Entered around settling, as an optimizer's stages are around theirs.
+        self.stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.wrap: Callable[[Tensor, str], Tensor] = lambda tensor, name: tensor  # guards what shares a table's fate
         self._lock, self._process = threading.RLock(), os.getpid()
         self._optimizer = optimizer
@@ -105,6 +108,10 @@ class LazyTables:
 
         All rows if some id is negative, which counts from the end, or too large, which is torch's to refuse.
         """
+        with self.stage("settling"):
+            self._settle_rows(name, ids)
+
+    def _settle_rows(self, name: str, ids: Tensor) -> None:
         self._require_whole()
         group = self._group_of[name]
         table = group.tables[name]
@@ -124,11 +131,12 @@ class LazyTables:
 
     def settle_all(self, names: Collection[str] | None = None) -> None:
         """Settles all rows of some tables, or of all."""
-        self._require_whole()
-        for name, group in self._group_of.items():
-            table = group.tables[name]
-            if (names is None or name in names) and table.awake and table.settled < group.pace.steps:
-                self._settle_table(name, group, table)
+        with self.stage("settling"):
+            self._require_whole()
+            for name, group in self._group_of.items():
+                table = group.tables[name]
+                if (names is None or name in names) and table.awake and table.settled < group.pace.steps:
+                    self._settle_table(name, group, table)
 
     def pending(self) -> dict[str, int]:
         """How many rows of each table are owed noise."""

@@ -1,0 +1,58 @@
+"""`python -m benchmarks`: measures on this machine, as ratios of interleaved repeats."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.speed import all_parts
+from benchmarks.speed.console import prepare_output
+from benchmarks.speed.parts import PARTS, options_of, plots_of
+from sparsedp.cli.main import run_command
+
+PROGRAM = "python -m benchmarks"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description="Measure speed and memory on this machine, as ratios of interleaved repeats."
+    )
+    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
+    commands = parser.add_subparsers(metavar="PART", required=True)
+    whole = commands.add_parser("all", help="all parts, one after another, and the pages that they make")
+    all_parts.add_arguments(whole)
+    whole.set_defaults(run=all_parts.run)
+    page = commands.add_parser("page", help="plots and pages of a results.json again, without a measurement")
+    all_parts.add_page_arguments(page)
+    page.set_defaults(run=all_parts.run_page)
+    for name, summary in PARTS.items():
+        part = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
+        options_of(name).add_arguments(part)
+        part.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
+        part.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots there; needs matplotlib")
+        part.set_defaults(run=_run_part, part=name)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = make_parser().parse_args(argv)
+    return run_command(PROGRAM, args)
+
+
+def _run_part(args: argparse.Namespace) -> int:
+    console, options = Console(), options_of(args.part)
+    prepare_output(args)
+    result = options.measure(args)
+    if args.json is not None:
+        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    options.show(console, result)
+    if args.json is not None:
+        console.print(f"written to {args.json}")
+    if args.plots is not None:
+        written = plots_of(args.part).write_plots(result, args.plots)
+        console.print(f"plots in {args.plots}: {', '.join(written)}", markup=False)
+    return 0

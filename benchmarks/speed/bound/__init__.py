@@ -1,0 +1,1 @@
+"""The stages of steps against the least that they could take."""

@@ -1,0 +1,1 @@
+"""The dual encoder of the EANA paper."""

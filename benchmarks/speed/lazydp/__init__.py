@@ -1,0 +1,1 @@
+"""DLRM under SGD, DP-SGD, LazyDP, EANA and AdaFEST."""

@@ -1,0 +1,1 @@
+"""A table of half of the machine's memory, from the model to its files."""

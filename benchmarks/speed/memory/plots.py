@@ -1,0 +1,47 @@
+"""The result of `python -m benchmarks memory` as a plot; needs matplotlib (the extra `plot`).
+
+memory_peaks.png    the most memory beyond the table in each phase, against a second copy of it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure  # not pyplot: it keeps global state
+
+from benchmarks.speed.memory.measure import PHASES, VARIANTS
+
+_COLORS = dict(zip(VARIANTS, ("#009e73", "#0072b2", "#e69f00", "0.5"), strict=True))
+
+
+def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
+    """Returns the files' names: none, if nothing was measured."""
+    figure = peak_plot(result)
+    if figure is None:
+        return []
+    figure.savefig(folder / "memory_peaks.png", dpi=130, bbox_inches="tight")
+    return ["memory_peaks.png"]
+
+
+def peak_plot(result: Mapping[str, Any]) -> Figure | None:
+    found = {(row["variant"], row["phase"]): row["peak_share"] for row in result["rows"] if "skipped" not in row}
+    names = [name for name in VARIANTS if any(variant == name for variant, _ in found)]
+    phases = [phase for phase in PHASES if any(own == phase for _, own in found)]
+    if not found:
+        return None
+    figure = Figure(figsize=(2.0 + 0.9 * len(phases), 4.0), layout="constrained")
+    panel = figure.subplots()
+    width = 0.8 / len(names)
+    for number, name in enumerate(names):
+        own = [(at, found[name, phase]) for at, phase in enumerate(phases) if (name, phase) in found]
+        places = [at + (number - (len(names) - 1) / 2) * width for at, _ in own]
+        panel.bar(places, [100 * share for _, share in own], width, color=_COLORS[name], label=VARIANTS[name])
+    panel.axhline(100, color="k", linewidth=0.8, linestyle="--")
+    panel.text(0, 97, "a second copy of the table", fontsize=7, va="top")
+    panel.set_xticks(range(len(phases)), [PHASES[phase].replace(" ", "\n") for phase in phases], fontsize=7)
+    panel.set_ylabel("at most, beyond the table, % of it", fontsize=8)
+    panel.set_title(f"Memory with a table of {result['table_bytes'] / 1e9:.3g} GB", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=len(names), fontsize=7)
+    return figure

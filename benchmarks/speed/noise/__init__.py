@@ -1,0 +1,1 @@
+"""Normal numbers from ChaCha8 against torch's own."""

@@ -1,0 +1,1 @@
+"""What the papers published about speed, beside what the parts measured."""

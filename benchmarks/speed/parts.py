@@ -1,0 +1,34 @@
+"""The parts of the benchmark, in the order in which they run and are shown, and where to find what each of them has."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from types import ModuleType
+
+PARTS = {
+    "step": "a private step against a plain PyTorch one, with a breakdown by stage",
+    "vocabulary": "one table of 10^5 to 10^7 rows under every mechanism (DP-AdaFEST's Table 4)",
+    "lazydp": "DLRM under SGD, DP-SGD(B, R, F), LazyDP, EANA and AdaFEST (LazyDP's figures 10, 11, 13 and 14)",
+    "tied": "a Transformer with tied item tables, private and not (DPFormer's figure 3)",
+    "dual": "a dual encoder under SGD, DP-SGD, EANA, LazyDP and AdaFEST (EANA's Table 3)",
+    "bound": "the stages of plain and private steps against the least that they could take on this machine",
+    "growth": "how a step's time grows with batch, tables, dim, rows and length, as fitted exponents",
+    "peers": "SparseDP beside FBGEMM, Opacus, JAX Privacy and TF-Privacy on one table of 10^4 to 10^7 rows",
+    "memory": "a table of half of the machine's memory, trained, settled, saved and loaded",
+    "noise": "normal numbers from ChaCha8 against torch's own",
+}
+
+
+def options_of(part: str) -> ModuleType:
+    """Its command: `add_arguments(parser)`, `measure(args)` and `show(console, result)`."""
+    return import_module(f"benchmarks.speed.{part}.options")
+
+
+def page_of(part: str) -> ModuleType:
+    """`page(result, plots)`: its result in Markdown."""
+    return import_module(f"benchmarks.speed.{part}.page")
+
+
+def plots_of(part: str) -> ModuleType:
+    """`write_plots(result, folder)`, which returns the files' names. Loads matplotlib."""
+    return import_module(f"benchmarks.speed.{part}.plots")

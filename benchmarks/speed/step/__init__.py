@@ -1,0 +1,1 @@
+"""A private step against a plain PyTorch one."""

@@ -1,0 +1,1 @@
+"""A Transformer whose input and output table are one."""

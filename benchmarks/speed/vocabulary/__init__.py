@@ -1,0 +1,1 @@
+"""One table of more and more rows under every mechanism."""

@@ -1,0 +1,25 @@
+"""The result of `python -m benchmarks vocabulary` as a plot; needs matplotlib (the extra `plot`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure  # not pyplot: it keeps global state
+
+
+def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
+    """vocabulary_rows.png: the best time of a step against the rows of the table."""
+    figure = Figure(figsize=(5.5, 4.0), layout="constrained")
+    panel = figure.subplots()
+    for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
+        own = sorted((row["rows"], 1e3 * row["best"]) for row in result["rows"] if row["variant"] == variant)
+        panel.plot(*zip(*own), marker="o", label=variant)
+    panel.set_xscale("log")
+    panel.set_yscale("log")
+    panel.set_xlabel("rows of the table")
+    panel.set_ylabel("time of a step, best, ms")
+    panel.legend(fontsize=7)
+    figure.savefig(folder / "vocabulary_rows.png", dpi=130, bbox_inches="tight")
+    return ["vocabulary_rows.png"]

@@ -1,1 +1,0 @@
-"""Benchmarks behind `sparsedp bench`: always ratios of interleaved repeats in one run."""

@@ -1,1 +1,0 @@
-"""The page "How fast is it": a section for each part of `sparsedp bench`, made from its JSON."""
