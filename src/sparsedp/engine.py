@@ -480,7 +480,7 @@ class PrivacyEngine:
 
     def _parts(self) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         if self._module is None or self._optimizer is None or self._loader is None:
-            raise SparseDPError("There is nothing to save or load yet: call make_private first.")
+            raise SparseDPError("No module is private yet: call make_private or make_private_with_epsilon first.")
         return self._module, self._optimizer, self._loader
 
     @property
