@@ -308,7 +308,9 @@ def test_nothing_before_make_private() -> None:
 )
 def test_what_needs_a_private_module_says_so(ask: Any) -> None:
     """Whoever settles too early is not told about saving and loading."""
-    with pytest.raises(SparseDPError, match=r"^No module is private yet: call make_private or make_private_with_epsilon"):
+    with pytest.raises(
+        SparseDPError, match=r"^No module is private yet: call make_private or make_private_with_epsilon"
+    ):
         ask(sparsedp.PrivacyEngine())
 
 
