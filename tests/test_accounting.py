@@ -151,6 +151,33 @@ class AccountantTest:
     def test_sampling_never_hurts(self):
         assert self.epsilon(run(1.0, 0.999, 50)) <= self.epsilon(run(1.0, 1.0, 50)) * 1.001
 
+    @pytest.mark.parametrize("event", [
+        LaplaceDpEvent(2.0),
+        ZCDpEvent(0.02),
+        ExponentialMechanismDpEvent(0.3),
+        PoissonSampledDpEvent(0.1, LaplaceDpEvent(1.0)),
+        PoissonSampledDpEvent(0.1, ExponentialMechanismDpEvent(0.3)),
+        dp_accounting.SampledWithReplacementDpEvent(100, 10, GaussianDpEvent(1.0)),
+    ])  # fmt: skip
+    def test_an_event_has_a_cost_or_is_refused(self, event):
+        """And so does a run with such an event in it: what an accountant does not know is not free."""
+        usual = run(2.0, 0.01, 100)
+        for whole in (event, ComposedDpEvent([usual, event])):
+            try:
+                epsilon = self.epsilon(whole, 1e-5)
+            except UnsupportedError:
+                with pytest.raises(UnsupportedError):
+                    delta_of(whole, 1.0, self.accountant)
+                continue
+            assert max(self.epsilon(usual, 1e-5) if whole is not event else 0.0, 1e-3) <= epsilon < math.inf
+            assert 0 < delta_of(whole, 0.5 * epsilon, self.accountant) <= 1
+
+    def test_the_costliest_scope_counts(self):
+        ledger = Ledger(composition="parallel")
+        ledger.record(gaussian_step(1.0, 0.01), 20, scope=0)
+        ledger.record(gaussian_step(1.0, 0.02), 50, scope=1)
+        assert self.epsilon(ledger) == self.epsilon(run(1.0, 0.02, 50)) > self.epsilon(run(1.0, 0.01, 20))
+
     @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-6, math.nan, math.inf, "1e-6", None, True])
     def test_delta_is_checked(self, delta):
         with pytest.raises(ConfigError, match=r"delta must be a number in \(0, 1\)"):
