@@ -294,6 +294,26 @@ def test_nothing_before_make_private() -> None:
         sparsedp.PrivacyEngine(accountant="moments")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda engine: engine.settle(),
+        lambda engine: engine.pending(),
+        lambda engine: engine.prepare(),
+        lambda engine: engine.release_frequencies(),
+        lambda engine: engine.look(),
+        lambda engine: engine.save_checkpoint("run.pt"),
+        lambda engine: engine.load_checkpoint("run.pt"),
+    ],
+)
+def test_what_needs_a_private_module_says_so(ask: Any) -> None:
+    """Whoever settles too early is not told about saving and loading."""
+    with pytest.raises(
+        SparseDPError, match=r"^No module is private yet: call make_private or make_private_with_epsilon"
+    ):
+        ask(sparsedp.PrivacyEngine())
+
+
 # ---------------------------------------------------------------------- reports, copies, memory
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,28 +11,12 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
-from sparsedp.capture import Captured
+from documentation import code_of
 from sparsedp.clipping import Clipping
-from sparsedp.mechanisms import DPSGD, Mechanism, Step, mechanism_from_dict
+from sparsedp.mechanisms import DPSGD, mechanism_from_dict
 from support import Clicks, capture_uses, clicks, dense, loader_of, make_private, train
 
-
-@dataclass(frozen=True)
-class PublicRows(Mechanism):
-    """Trains some rows of every table, chosen without looking at the data (docs/extending.md)."""
-
-    name: ClassVar[str] = "public_rows"
-    selects: ClassVar[bool] = True
-    rows: tuple[int, ...] = ()
-
-    @property
-    def guarantee(self) -> str:
-        return "(epsilon, delta)-differential privacy for the model after every step"
-
-    def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
-        return {name: torch.tensor(sorted(self.rows)) for name in step.tables}
-
-
+PublicRows = code_of("extending.md")["PublicRows"]  # trains some rows, chosen without looking at the data
 ROWS = (1, 4, 7, 20, 33)
 
 

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from sparsedp import checkpoint, leaving
-from sparsedp.accounting.epsilon import Accountant, dp_accounting_above, epsilon_of
+from sparsedp.accounting.epsilon import dp_accounting_above, epsilon_of
 from sparsedp.accounting.ledger import Ledger
+from sparsedp.accounting.registry import find_accountant
 from sparsedp.capture import Capture, Draws, PublicInputs, RowSpace
 from sparsedp.check import CheckReport
 from sparsedp.clipping import Clipping, Style
@@ -64,9 +65,9 @@ def _users(
 class PrivacyEngine:
     """One engine trains one module.
 
-    `accountant` is "pld" (tight), "rdp", or "dp_accounting" (that library's own PLD). With a `seed` a run can be
-    repeated exactly, for tests; its statement then says that the result must not be released. A delta above 0.01 is refused
-    unless `allow_large_delta`.
+    `accountant` is "pld" (tight), "rdp", "dp_accounting" (that library's own PLD), or the name of another that was registered
+    (`sparsedp.accounting.register_accountant`). With a `seed` a run can be repeated exactly, for tests; its statement then says
+    that the result must not be released. A delta above 0.01 is refused unless `allow_large_delta`.
 
     With a `ledger_key`, a secret of at least 16 bytes or the path of a file that holds one (and is made if there is none),
     checkpoints are signed: one that was edited, or that was written on data in other periods or of other users, is refused.
@@ -74,15 +75,13 @@ class PrivacyEngine:
 
     def __init__(
         self,
-        accountant: Accountant = "pld",
+        accountant: str = "pld",
         seed: int | None = None,
         *,
         allow_large_delta: bool = False,
         ledger_key: bytes | str | os.PathLike[str] | None = None,
     ) -> None:
-        if accountant not in get_args(Accountant):
-            raise ValueError(f"accountant must be one of {', '.join(get_args(Accountant))}, not {accountant!r}")
-        self.accountant: Accountant = accountant
+        self.accountant = find_accountant(accountant).name
         self.ledger = Ledger()
         self._seed = seed
         self._allow_large_delta = allow_large_delta
@@ -381,7 +380,7 @@ class PrivacyEngine:
         delta, plan = self._delta(delta), self.plan
         loader = self._parts()[2]
         epsilon = epsilon_of(self.ledger, delta, self.accountant)
-        compared = self.accountant == "pld" and math.isfinite(epsilon)
+        compared = find_accountant(self.accountant).compared_with_dp_accounting and math.isfinite(epsilon)
         return make_statement(
             plan,
             epsilon=epsilon,
@@ -480,7 +479,7 @@ class PrivacyEngine:
 
     def _parts(self) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         if self._module is None or self._optimizer is None or self._loader is None:
-            raise SparseDPError("There is nothing to save or load yet: call make_private first.")
+            raise SparseDPError("No module is private yet: call make_private or make_private_with_epsilon first.")
         return self._module, self._optimizer, self._loader
 
     @property

@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 import dp_accounting
 
 from sparsedp.accounting import calibrate
-from sparsedp.accounting.epsilon import Accountant, epsilon_of
+from sparsedp.accounting.epsilon import epsilon_of
 from sparsedp.accounting.events import require_number
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.clipping import Clipping
@@ -39,7 +39,7 @@ class PrivacyPlan:
     clipping: Clipping
     mechanism: Mechanism
     parameters: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes
-    accountant: Accountant = "pld"
+    accountant: str = "pld"
     unit: Unit = "example"
     loss_reduction: LossReduction = "mean"
     steps: int | None = None  # the most that may run; None: no limit

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 from dp_accounting import DpEvent
 
-from sparsedp.accounting.epsilon import Accountant, epsilon_of
+from sparsedp.accounting.epsilon import epsilon_of
 from sparsedp.accounting.events import require_number
 from sparsedp.accounting.ledger import Ledger
+from sparsedp.accounting.registry import find_accountant
 from sparsedp.errors import SparseDPError
 
 _MIN_SIGMA = 1e-4
@@ -18,7 +19,7 @@ def calibrate(
     make_event: Callable[[float], DpEvent | Ledger],
     target_epsilon: float,
     target_delta: float,
-    accountant: Accountant = "pld",
+    accountant: str = "pld",
     *,
     tolerance: float = 1e-3,
 ) -> float:
@@ -48,7 +49,7 @@ def calibrate(
 
 
 def _calibrate(
-    make_event: Callable[[float], DpEvent], target: float, delta: float, accountant: Accountant, tolerance: float
+    make_event: Callable[[float], DpEvent], target: float, delta: float, accountant: str, tolerance: float
 ) -> float:
     """`calibrate`, for one event."""
 
@@ -66,12 +67,12 @@ def _calibrate(
     try:
         return _search(cost, target, guess, factor, tolerance)
     except _OutOfReachError as error:
-        hint = ' "rdp" cannot show an epsilon far below 0.02 at all; "pld" can.' if accountant == "rdp" else ""
+        hint = find_accountant(accountant).out_of_reach
         raise SparseDPError(
             f"target_epsilon={target:g} at target_delta={delta:g} cannot be reached: even with a noise "
             f"multiplier of {_MAX_SIGMA:g} the {accountant} accountant gives epsilon={error.epsilon:.6g}, from "
             "what that noise does not cover, such as a selection made before training. Raise the target, or "
-            f"spend less on that.{hint}"
+            f"spend less on that. {hint}".rstrip()
         ) from None
 
 

@@ -5,7 +5,7 @@ from typing import Protocol
 from dp_accounting import ComposedDpEvent, DpEvent, SelfComposedDpEvent
 
 from sparsedp.accounting.calibration import calibrate
-from sparsedp.accounting.epsilon import Accountant, epsilon_of
+from sparsedp.accounting.epsilon import epsilon_of
 from sparsedp.accounting.events import gaussian_step, require_count, require_number
 
 
@@ -40,7 +40,7 @@ def get_epsilon(
     steps: int,
     delta: float,
     mechanism: HasPrivacyCost | None = None,
-    accountant: Accountant = "pld",
+    accountant: str = "pld",
 ) -> float:
     """The epsilon of a run of `steps` steps on Poisson samples of rate `sample_rate`."""
     event = training_event(noise_multiplier=noise_multiplier, sample_rate=sample_rate, steps=steps, mechanism=mechanism)
@@ -54,7 +54,7 @@ def get_noise_multiplier(
     sample_rate: float,
     steps: int,
     mechanism: HasPrivacyCost | None = None,
-    accountant: Accountant = "pld",
+    accountant: str = "pld",
 ) -> float:
     """The smallest noise multiplier, to 0.1 %, for which `get_epsilon` is at most `target_epsilon`."""
     require_count("steps", steps, low=1)

@@ -7,7 +7,8 @@ import json
 import math
 from typing import Any
 
-from sparsedp.accounting import get_epsilon, get_noise_multiplier
+from sparsedp.accounting import accountant_names, get_epsilon, get_noise_multiplier
+from sparsedp.accounting.registry import describe_accountants
 from sparsedp.cli.runfolder import plain
 from sparsedp.errors import ConfigError
 from sparsedp.plan import require_delta
@@ -47,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         question.add_argument("--dataset-size", type=int, help="number of units: examples, or users")
         question.add_argument("--steps", type=int)
         question.add_argument("--epochs", type=int, help="instead of --steps")
-        question.add_argument("--accountant", choices=["pld", "rdp", "dp_accounting"], default="pld")
+        question.add_argument(
+            "--accountant", choices=accountant_names(), default="pld", help=describe_accountants().replace("%", "%%")
+        )
         question.add_argument("--json", action="store_true", help="print JSON")
         question.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from sparsedp.cli.schema import Address, Range, SchemaError, suggestion
+from sparsedp.accounting import accountant_names
+from sparsedp.cli.schema import Address, OneOf, Range, SchemaError, suggestion
 from sparsedp.cli.trust import Code
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.frequencies import FrequencyRelease
@@ -250,7 +251,7 @@ class PrivacyConfig:
     noise_multiplier: NotNegative | None = None
     clipping: Literal["flat", "automatic"] = "flat"
     mechanism: dict[str, Any] = field(default_factory=lambda: {"name": "dpsgd"})
-    accountant: Literal["pld", "rdp", "dp_accounting"] = "pld"
+    accountant: Annotated[str, OneOf(accountant_names)] = "pld"
     poisson_sampling: bool = True
     loss_reduction: Literal["mean", "sum"] = "mean"
     unit: Literal["example", "user"] = "example"

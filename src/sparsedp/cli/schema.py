@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -43,6 +43,19 @@ class Range:
         low = f"{'above' if self.low_open else 'of at least'} {self.low:g}" if math.isfinite(self.low) else ""
         high = f"{'below' if self.high_open else 'of at most'} {self.high:g}" if math.isfinite(self.high) else ""
         return " and ".join(filter(None, (low, high)))
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """Text that is one of the `names` of a registry, as they are when a value is read: others may be registered until then."""
+
+    names: Callable[[], Iterable[str]]
+
+    def __contains__(self, value: str) -> bool:
+        return value in self.names()
+
+    def __str__(self) -> str:
+        return " or ".join(self.names())
 
 
 def build(kind: type[T], values: Any, path: str = "") -> T:
@@ -129,6 +142,8 @@ def expected(hint: Any) -> str:
     words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
     if get_origin(hint) is Annotated:
         inner, *limits = get_args(hint)
+        if any(isinstance(limit, OneOf) for limit in limits):
+            return " and ".join(map(str, limits))  # the names say it all
         return " ".join([expected(inner), *map(str, limits)])
     if get_origin(hint) is Literal:
         return " or ".join(map(str, get_args(hint)))
@@ -165,8 +180,15 @@ def _by_kind(members: list[Any], values: Any, path: str) -> Any:
 
 
 def _closest(members: Iterable[Any], value: Any) -> str:
-    choices = [choice for m in members if get_origin(m) is Literal for choice in get_args(m)]
-    return suggestion(value, choices)
+    return suggestion(value, [choice for member in members for choice in _choices(member)])
+
+
+def _choices(hint: Any) -> Iterable[str]:
+    """The texts that an annotation allows, if it lists them."""
+    if get_origin(hint) is Literal:
+        return get_args(hint)
+    limits = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    return [name for limit in limits if isinstance(limit, OneOf) for name in limit.names()]
 
 
 def keys_of(kind: Any) -> list[str]:
