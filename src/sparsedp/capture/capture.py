@@ -1311,14 +1311,14 @@ def _refuse_surroundings() -> None:
 def _name(func: Callable) -> str:
     """'matmul' for torch.matmul, Tensor.matmul, Tensor.__matmul__; 'T' for the property.
 
-    Others' operations have their full name, so that none passes for one of torch's that is called alike.
+    Others' operations that are called like one of torch's have their full name, so that none passes for it.
     """
-    namespace = getattr(func, "namespace", None) or getattr(func, "_qualified_op_name", "aten::").split("::")[0]
-    if isinstance(namespace, str) and namespace not in ("aten", "prims", "prim"):
-        return f"{namespace}::{getattr(func, '__name__', func)}"
-    if not (getattr(func, "__module__", None) or "torch").startswith(("torch", "sparsedp", "builtins", "_operator")):
-        return f"{func.__module__}.{getattr(func, '__name__', func)}"
     name = getattr(func, "__name__", str(func))
+    whose = getattr(func, "namespace", None) or getattr(func, "_qualified_op_name", "::").split("::")[0]
+    whose = whose or getattr(func, "__module__", None) or "torch"
+    is_torchs = whose.split(".")[0] in ("aten", "prims", "prim", "torch", "sparsedp")
+    if not is_torchs and any(hasattr(place, name) for place in (torch, Tensor, nn.functional)):
+        return f"{whose}::{name}"
     if name == "__set__":
         return "set_" + str(getattr(getattr(func, "__self__", None), "__name__", ""))
     if name == "__get__":
