@@ -32,8 +32,8 @@ from sparsedp.mechanisms.contribution import contribution_map, touched_pairs
 from sparsedp.noise import RandomKey, zero_others
 from sparsedp.plan import PrivacyPlan, default_delta
 from sparsedp.prediction import predict
-from sparsedp.refusals import find_tables
 from sparsedp.sampling import BatchInfo, PrivateLoader, Users, private_loader
+from sparsedp.tables import find_tables
 from support import Apply, Clicks, Gradients, capture_uses, clicks, dense, make_private, one_by_one, unit_loss
 from test_capture import CASES
 from test_generated_models import BLOCKS, HEADS, ROWS, Generated
@@ -674,7 +674,7 @@ def test_neighbours_of_a_private_step(mechanism: str, reduction: str) -> None:
         return [float((whole - released(owners != user, noise)).norm()) for user in range(4)]
 
     everyone = torch.ones(9, dtype=torch.bool)
-    tables = optimizer._trained_tables()
+    tables = optimizer.trained_tables()
     with torch.no_grad():
         selection = engine.plan.mechanism.select(
             [torch.enable_grad()(captured)(everyone)], optimizer._step_context(0, tables)

@@ -29,10 +29,11 @@ from sparsedp.noise import PREPARATION, GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import LossReduction, PrivacyPlan, Unit, default_delta, require_delta
 from sparsedp.prediction import Look, look_at_counts, look_at_data
-from sparsedp.refusals import find_tables, private_parameters, refuse_module, refuse_optimizer
+from sparsedp.refusals import private_parameters, refuse_module, refuse_optimizer
 from sparsedp.sampling import BatchInfo, PrivateLoader, Stream, Users, private_loader, users_of
 from sparsedp.signature import read_key, sign_order
 from sparsedp.statement import PrivacyStatement, make_statement
+from sparsedp.tables import find_tables, table_specs
 
 _NOISE, _SAMPLING, _FORWARD, _FUNCTIONS = 0, 1, 2, 3  # the purposes that the engine's key is split into
 _GLANCE = 256  # examples in a forward pass that counts lookups: it may end with a softmax over all rows
@@ -322,7 +323,6 @@ class PrivacyEngine:
         release = self.plan.frequencies
         if release is None:
             raise SparseDPError("No release is planned: give make_private frequencies=sparsedp.FrequencyRelease(...).")
-        tables = {name: p for name, p in module.named_parameters() if name in find_tables(module)}
         if not optimizer.memory:
             if self.plan.steps is not None and self.ledger.setups(None):
                 raise SparseDPError(
@@ -331,10 +331,11 @@ class PrivacyEngine:
                 )
             assert self._capture is not None
             seen = glances(module, self._capture, loader, release.inputs, chunk=_GLANCE)
+            tables = table_specs(dict(module.named_parameters()), find_tables(module))
             counts = count_lookups(seen, RowSpace.of(tables), release.clip)
-            generator = optimizer.noise.key.child(PREPARATION).generator(0)
+            key = optimizer.noise.key.child(PREPARATION)
             self.ledger.record(release.event, setup=True)
-            optimizer.memory = release.draw(counts, self.plan.dataset_size, generator)
+            optimizer.memory = release.draw(counts, self.plan.dataset_size, tables, key)
         return dict(optimizer.memory)
 
     def look(
@@ -349,9 +350,8 @@ class PrivacyEngine:
         Otherwise rows are counted on them without noise: what follows from it is for the developer, not for release.
         `inputs(batch)` gives the module's arguments; by default a tuple without its last element, or a dict.
         """
-        module, _, loader = self._parts()
-        names = find_tables(module)
-        tables = {n: p.detach() for n, p in module.named_parameters() if n in names and p.requires_grad}
+        module, optimizer, loader = self._parts()
+        tables = optimizer.trained_tables()
         if (counts is None) != (units is None):
             raise ValueError("counts and units go together: of `units` units, counts[table][row] touch the row")
         if counts is not None and units is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch import Tensor
 
 from sparsedp.accounting import calibrate
 from sparsedp.capture import Captured, RowSpace
-from sparsedp.generator import CipherGenerator
 from sparsedp.grid import grid_of, round_to
+from sparsedp.noise import RandomKey
+from sparsedp.tables import TableSpec
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,18 @@ class FrequencyRelease:
     def event(self) -> dp_accounting.DpEvent:
         return dp_accounting.GaussianDpEvent(self.noise_multiplier)
 
-    def draw(self, counts: dict[str, Tensor], units: int, generator: CipherGenerator) -> dict[str, Tensor]:
+    def draw(
+        self, counts: dict[str, Tensor], units: int, tables: Mapping[str, TableSpec], key: RandomKey
+    ) -> dict[str, Tensor]:
         """The share of `units` that looks up each row, (rows,), with noise: it may be negative, or above 1.
 
-        Counts and noise are rounded together, to the grid of the noise, before they are divided.
+        Counts and noise are rounded together, to the grid of the noise, before they are divided. The noise on a row's count
+        is its own: that at the row's place in a sequence of the table's.
         """
         std = self.noise_multiplier * self.clip
         noisy = {
-            name: count + torch.from_numpy(std * generator.standard_normal(len(count)))
-            for name, count in sorted(counts.items())
+            name: count + torch.from_numpy(std * key.generator(tables[name].index).standard_normal(len(count)))
+            for name, count in counts.items()
         }
         return {name: round_to(count, grid_of(std)) / units for name, count in noisy.items()}
 

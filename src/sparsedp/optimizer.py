@@ -26,6 +26,7 @@ from sparsedp.nn.fallback import keep_selection
 from sparsedp.noise import PREPARATION, SELECTION, WAITING, GaussianNoise, RandomKey
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import BatchInfo
+from sparsedp.tables import TableSpec, table_specs
 
 _DROPPED = 3  # gradients in a row that zero_grad() may drop before somebody is told
 
@@ -137,7 +138,7 @@ class PrivateOptimizer(Optimizer):
         self._parameters = dict(parameters)
         self._module = module
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        self._tables = set(tables)
+        self.tables = table_specs(parameters, tables)
         self._capture = capture
         self._current_batch = current_batch
         self._count = count
@@ -153,7 +154,7 @@ class PrivateOptimizer(Optimizer):
         self._waiting: tuple[RandomKey, RandomKey] | None = None
         if plan.mechanism.lazy:
             assert isinstance(inner, torch.optim.SGD)  # others are refused before
-            own = {name: self._parameters[name] for name in sorted(self._tables)}
+            own = {name: self._parameters[name] for name in self.tables}
             self.lazy = LazyTables(
                 own, inner, self._waiting_key, plan.noise_std / plan.divisor,
                 getattr(plan.mechanism, "aggregate", True), lambda: self.ledger.steps,
@@ -357,18 +358,18 @@ class PrivateOptimizer(Optimizer):
             return {name: counts / share for name, counts in self._count(clip, scope).items()}
 
         key = self.noise.key.child(PREPARATION, *([] if scope is None else [scope]))
-        prepared = mechanism.prepare(self._trained_tables(), count, key, memory)
+        prepared = mechanism.prepare(self.trained_tables(), count, key, memory)
         if event is not None:
             self.ledger.record(event, setup=True, scope=scope)
         self.prepared, self.memory = keep_selection(self._module, prepared), memory
         self.counted.append(scope)
 
-    def _trained_tables(self) -> dict[str, Tensor]:
-        return {n: self._parameters[n].detach() for n in sorted(self._tables) if self._parameters[n].requires_grad}
+    def trained_tables(self) -> dict[str, TableSpec]:
+        return {name: table for name, table in self.tables.items() if self._parameters[name].requires_grad}
 
     def _begin(self, selection: Mapping[str, Tensor] | None) -> NoisyGradient:
         """The gradient of this step, on the selection, before anything was added to it."""
-        space = RowSpace.of(self._trained_tables())
+        space = RowSpace.of(self.trained_tables())
         # Whoever keeps a gradient of an earlier step would find sums without noise in it, if its memory were used again.
         buffers = {} if self._keeps_gradients() else self._buffers
         return NoisyGradient(self._parameters, space, selection, buffers, noise_on_rows=self.lazy is None)
@@ -474,7 +475,7 @@ class PrivateOptimizer(Optimizer):
 
     def _gradient(self, step: int) -> NoisyGradient:
         """The noisy gradient of the whole logical batch."""
-        mechanism, tables = self.plan.mechanism, self._trained_tables()
+        mechanism, tables = self.plan.mechanism, self.trained_tables()
         if self.lazy is not None:
             self.lazy.begin(tables)
         if not mechanism.selects:
@@ -526,7 +527,7 @@ class PrivateOptimizer(Optimizer):
         ]  # fmt: skip
         return {self._names[id(p)]: float(group["lr"]) for group in groups for p in group["params"]}
 
-    def _step_context(self, step: int, tables: Mapping[str, Tensor]) -> Step:
+    def _step_context(self, step: int, tables: Mapping[str, TableSpec]) -> Step:
         return Step(
             tables=tables,
             noise_multiplier=self.plan.noise_multiplier,

@@ -28,6 +28,7 @@ from sparsedp.nn.fallback import kept_for_now
 from sparsedp.noise import RandomKey
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import PrivateLoader
+from sparsedp.tables import TableSpec
 
 # A look at the data takes this many batches, but no more than this many units; and some batches at least.
 _BATCHES, _UNITS, _FEW_BATCHES = 256, 1 << 20, 16
@@ -156,7 +157,7 @@ def look_at_data(
     module: nn.Module,
     capture: Capture,
     loader: PrivateLoader,
-    tables: Mapping[str, Tensor],
+    tables: Mapping[str, TableSpec],
     inputs: Callable[[Any], Any] | None = None,
 ) -> Look:
     """Counts on the training data, with forward passes alone: no noise, no step, no cost.
@@ -201,14 +202,14 @@ def look_at_data(
     return replace(look, source=source, private=True)
 
 
-def look_at_counts(plan: PrivacyPlan, tables: Mapping[str, Tensor], counts: Mapping[str, Any], units: float) -> Look:
+def look_at_counts(plan: PrivacyPlan, tables: Mapping[str, TableSpec], counts: Mapping[str, Any], units: float) -> Look:
     """From known frequencies instead of the data: of `units` units, `counts[table][row]` touch the row.
 
     Units are taken to touch equally many rows: their mean, which the counts tell.
     """
     if not 0 < units < math.inf:
         raise ValueError(f"units, the number of units that were counted, must be positive, not {units}")
-    checked = {name: _checked_counts(name, len(table), counts, units) for name, table in tables.items()}
+    checked = {name: _checked_counts(name, table.rows, counts, units) for name, table in tables.items()}
     if unknown := sorted(set(counts) - set(tables)):
         raise ValueError(f"counts are given for {unknown[0]!r}, which is no trained table: {', '.join(sorted(tables))}")
     sizes = (plan.dataset_size,) if plan.stream is None else plan.stream.sizes
@@ -239,7 +240,7 @@ class _Seen:
 
 def _look(
     plan: PrivacyPlan,
-    tables: Mapping[str, Tensor],
+    tables: Mapping[str, TableSpec],
     count: Callable[[float | None, int | None], dict[str, Tensor]],
     see: Callable[[int | None, float | None, Mapping[str, Tensor] | None], _Seen],
 ) -> Look:

@@ -21,8 +21,8 @@ from sparsedp.lazy.tables import LazyTables
 from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, Mechanism
 from sparsedp.models import PCTR
 from sparsedp.optimizer import PrivateOptimizer
-from sparsedp.refusals import find_tables
 from sparsedp.sampling import BatchInfo
+from sparsedp.tables import find_tables
 
 # In the order of a step, for tables and plots.
 STAGES = ("forward", "settling", "backward", "collect", "norms", "sums", "selection", "noise", "update")

@@ -18,6 +18,7 @@ from sparsedp.mechanisms.contribution import contribution_map, warn_of_whole_tab
 from sparsedp.mechanisms.fest import FEST
 from sparsedp.mechanisms.survivors import draw_survivors
 from sparsedp.noise import RandomKey
+from sparsedp.tables import TableSpec
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class AdaFEST(Mechanism):
         return "all" if self.preselect is None else self.preselect.frequencies
 
     def prepare(
-        self, tables: Mapping[str, Tensor], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
+        self, tables: Mapping[str, TableSpec], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         return {} if self.preselect is None else self.preselect.prepare(tables, count, key, memory)
 
@@ -81,11 +82,14 @@ class AdaFEST(Mechanism):
             )
         within = None if self.preselect is None else space.join(step.prepared)
         rows, values = contribution_map(batch, space, self.map_clip, within)
-        size = space.size
-        if within is not None:  # rows are counted within the preselected ones from here on
-            rows, size = torch.searchsorted(within, rows), within.numel()
         std = split_multiplier(step.noise_multiplier, self.noise_ratio)[0] * self.map_clip
-        kept = torch.from_numpy(
-            draw_survivors(rows.numpy(), values.numpy(), size, self.threshold, std, step.key.generator(0))
-        )
-        return space.split(kept if within is None else within[kept])
+        selection = {}
+        for name, start, (begin, end) in zip(space.names, space.starts, space.edges(rows)):
+            table = step.tables[name]
+            eligible = None if within is None else step.prepared[name].numpy()
+            kept = draw_survivors(
+                rows[begin:end].numpy() - start, values[begin:end].numpy(), range(table.rows), self.threshold, std,
+                step.key.child(table.index), eligible,
+            )  # fmt: skip
+            selection[name] = torch.from_numpy(kept)
+        return selection

@@ -15,6 +15,7 @@ from sparsedp.capture import Captured
 from sparsedp.clipping import Clipping
 from sparsedp.errors import suggestion
 from sparsedp.noise import RandomKey
+from sparsedp.tables import TableSpec
 
 _REGISTRY: dict[str, type[Mechanism]] = {}
 
@@ -23,7 +24,7 @@ _REGISTRY: dict[str, type[Mechanism]] = {}
 class Step:
     """What a selection may look at, besides the batch."""
 
-    tables: Mapping[str, Tensor]
+    tables: Mapping[str, TableSpec]  # those that are trained
     noise_multiplier: float
     clipping: Clipping
     scale: Callable[[Captured], float]  # what a captured gradient is multiplied by to be that of the unit's own loss
@@ -65,7 +66,7 @@ class Mechanism(ABC):
         return "all"
 
     def prepare(
-        self, tables: Mapping[str, Tensor], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
+        self, tables: Mapping[str, TableSpec], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """What a mechanism with `prepares` decides ahead of its steps: rows of each table, ascending.
 

@@ -1,7 +1,7 @@
 """Draws which rows survive a noisy threshold, in time proportional to touched rows and survivors.
 
 The naive way adds noise to every row of every table. Rows that nobody touched all survive with the same probability,
-independently, so their survivors can be drawn directly (DP-AdaFEST, appendix B.2), as `CipherGenerator.ones` does.
+independently, so their survivors can be drawn directly (DP-AdaFEST, appendix B.2), as `noise.draw_rows` does.
 """
 
 from __future__ import annotations
@@ -11,22 +11,34 @@ import math
 import numpy as np
 from scipy.special import log_ndtr
 
-from sparsedp.generator import CipherGenerator
+from sparsedp.noise import RandomKey, draw_rows, one_normal_each
+
+# Purposes of a table's key.
+_TOUCHED, _UNTOUCHED = 0, 1
 
 
 def draw_survivors(
-    rows: np.ndarray, values: np.ndarray, size: int, threshold: float, std: float, generator: CipherGenerator
-) -> np.ndarray:
-    """The rows j of 0..size-1 with v[j] + N(0, std^2) >= threshold, ascending; v is `values` at `rows`, else 0.
+    rows: np.ndarray, values: np.ndarray, owned: range, threshold: float, std: float, key: RandomKey,
+    within: np.ndarray | None = None,
+) -> np.ndarray:  # fmt: skip
+    """The rows j of `owned` with v[j] + N(0, std^2) >= threshold, ascending; v is `values` at `rows`, else 0.
 
-    `rows` is ascending and distinct. The same law as noise on all rows.
+    `rows` is ascending and distinct. The same law as noise on all rows. `within`, ascending, are the only rows that can
+    survive. Whether a row does is a function of the key, of the row's own value and number and of `within`: it does not
+    depend on who else was touched, nor on how the rows of a table are divided into `owned` ranges.
     """
-    noisy = values + std * generator.standard_normal(len(values))
+    noisy = values + std * one_normal_each(key.child(_TOUCHED), rows)
     touched = rows[noisy >= threshold]
-    untouched = generator.ones(size - len(rows), log_survival(threshold, std))
-    # The k-th untouched row is k plus the number of touched rows before it.
-    shift = np.searchsorted(rows - np.arange(len(rows)), untouched, side="right")
-    return np.sort(np.concatenate([touched, untouched + shift]), kind="stable")
+    first, end = owned.start, owned.stop
+    if within is not None:
+        first, end = np.searchsorted(within, (first, end)).tolist()
+    untouched = draw_rows(key.child(_UNTOUCHED), first, end, log_survival(threshold, std))
+    if within is not None:
+        untouched = within[untouched]
+    if len(rows):
+        at = np.minimum(np.searchsorted(rows, untouched), len(rows) - 1)
+        untouched = untouched[rows[at] != untouched]  # those have noise of their own
+    return np.sort(np.concatenate([touched, untouched]), kind="stable")
 
 
 def log_survival(threshold: float, std: float) -> float:
