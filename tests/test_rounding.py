@@ -234,7 +234,7 @@ def groups(run: Run) -> tuple[np.ndarray, np.ndarray]:
     touches, selected = np.zeros(ROWS, int), np.zeros(ROWS, int)
     hits = np.zeros(ROWS, int)
     for rows, selection in zip(run.touched, run.selections):
-        chosen = np.arange(ROWS) if selection is None or run.optimizer.lazy is not None else selection.numpy()
+        chosen = np.arange(ROWS) if selection is None or run.optimizer.owner.adds_noise else selection.numpy()
         np.add.at(touches, rows.numpy(), 1)
         np.add.at(selected, chosen, 1)
         np.add.at(hits, np.intersect1d(chosen, rows.numpy()), 1)

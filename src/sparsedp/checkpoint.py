@@ -30,7 +30,7 @@ from sparsedp.signature import same, sign
 if TYPE_CHECKING:
     from sparsedp.optimizer import PrivateOptimizer
 
-_FORMAT = "sparsedp-checkpoint-2"
+_FORMAT = "sparsedp-checkpoint-3"
 # Checkpoints that a lineage reaches back to.
 _MARKS = 1000
 _KEYS = {
@@ -89,7 +89,7 @@ class State:
     plan: PrivacyPlan
     lineage: Lineage  # the last is this checkpoint's own
     model: dict[str, Any]  # if read, its tensors are mapped, and those of the optimizer: copy what is to be kept
-    optimizer: dict[str, Any]
+    optimizer: dict[str, Any]  # by the parameters' names
     loader: dict[str, Any]
     prepared: dict[str, torch.Tensor] | None  # what the mechanism decided ahead of its steps, on the data
     counted: list[int | None]  # of these scopes, and what it keeps of them for the next
@@ -234,7 +234,7 @@ def restore(
     before, position = _shared(optimizer.state_dict()), loader.state_dict()
     old = {parameter: dict(own) for parameter, own in optimizer.state.items() if isinstance(own, dict)}
     try:
-        optimizer.load_state_dict(state.optimizer)
+        optimizer.load_named_state_dict(state.optimizer)
         loader.load_state_dict(state.loader)
         copies = _make_room(optimizer.state, old)
     except Exception as error:

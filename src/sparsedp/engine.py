@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -22,7 +21,6 @@ from sparsedp.clipping import Clipping, Style
 from sparsedp.counting import count_rows, glances
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.frequencies import FrequencyRelease, count_lookups
-from sparsedp.lazy.guard import guard, settle_before, unguard
 from sparsedp.mechanisms import DPSGD, Mechanism
 from sparsedp.nn.fallback import has_fallback
 from sparsedp.noise import PREPARATION, GaussianNoise, RandomKey
@@ -264,11 +262,7 @@ class PrivacyEngine:
         for parameter in parameters.values():
             parameter.grad = None
         capture.attach()
-        if private.lazy is not None:
-            capture.before_read = settle_before
-            for name, parameter in parameters.items():
-                if name in private.lazy:
-                    guard(parameter, private.lazy, name)
+        capture.before_read = private.owner.attach()
         leaving.watch(module)
         self._capture = capture
         self._plan, self._module, self._optimizer, self._loader = plan, module, private, loader
@@ -285,23 +279,18 @@ class PrivacyEngine:
         """
         if self._capture is not None:
             self._capture.detach()
-        if self._module is not None and self._optimizer is not None and self._optimizer.lazy is not None:
-            self.settle()
-            for parameter in self._module.parameters():
-                unguard(parameter)
+        if self._optimizer is not None:
+            self._optimizer.owner.detach()
         if self._module is not None:
             leaving.unwatch(self._module)
 
     def settle(self) -> None:
         """Gives every row the noise that LazyDP still owes it. Whatever lets weights out does this by itself."""
-        lazy = self._parts()[1].lazy
-        if lazy is not None:
-            lazy.settle_all()
+        self._parts()[1].owner.settle_all()
 
     def pending(self) -> dict[str, int]:
         """For each table, how many of its rows are owed noise; nothing with mechanisms other than LazyDP."""
-        lazy = self._parts()[1].lazy
-        return {} if lazy is None else lazy.pending()
+        return self._parts()[1].owner.pending()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -428,7 +417,7 @@ class PrivacyEngine:
         optimizer.require_whole()
         self._lineage.add(self.ledger)
         checkpoint.save(path, checkpoint.State(
-            plan=self.plan, lineage=self._lineage, model=module.state_dict(), optimizer=optimizer.state_dict(),
+            plan=self.plan, lineage=self._lineage, model=module.state_dict(), optimizer=optimizer.named_state_dict(),
             loader=loader.state_dict(), prepared=optimizer.prepared, counted=optimizer.counted, memory=optimizer.memory,
             seed=self._seed, extra=extra or {}, notes=self._notes, order=self._order(),
         ), self._signing_key)  # fmt: skip
@@ -451,7 +440,7 @@ class PrivacyEngine:
                 "This engine has released frequencies already, and the checkpoint holds those of its run: both would have to "
                 "be paid for. Call load_checkpoint before release_frequencies or estimate_errors."
             )
-        with nullcontext() if optimizer.lazy is None else optimizer.lazy.replaced():
+        with optimizer.owner.replaced():
             loaded = leaving.loading(module)
             common = self._lineage.common(state.lineage)
             copy_tensors = checkpoint.restore(state, common, module, optimizer, self.ledger, loader)

@@ -103,14 +103,6 @@ class NoisyGradient:
                 assert isinstance(total, Tensor)  # uses by lookups alone are in `touched`
                 out.add_(total[rows])
 
-    def as_sparse(self, name: str) -> Tensor:
-        """What the parameter's `grad` is to be: dense, or sparse and coalesced."""
-        rows = None if self.selection is None else self.selection.get(name)
-        if rows is None:
-            return self.values[name]
-        shape = self._parameters[name].shape
-        return torch.sparse_coo_tensor(rows[None], self.values[name], shape, is_coalesced=True, check_invariants=False)
-
 
 def _kept_buffer(kept: dict[str, Tensor], name: str, parameter: Tensor) -> Tensor:
     known = kept.get(name)

@@ -253,33 +253,40 @@ def add_row_normals(
     std: np.ndarray,
     grid: float,
     factor: np.ndarray | None = None,
+    first: int = 0,
 ) -> None:
     """table[rows[i]] = factor[i] table[rows[i]] + std[i] z, rounded to multiples of `grid`, in place.
 
-    z is what `row_normals` draws for that row; `rows` are distinct; `factor` None: 1.
+    z is what `row_normals` draws for the row `first` + rows[i]; `rows` are distinct; `factor` None: 1.
     """
     if _in_place(table):
-        chacha.add_rows(table.view(len(table), -1).numpy(), rows.numpy(), std, grid, key.stream(), factor)
+        places = rows.numpy()
+        numbers = places + first if first else None
+        chacha.add_rows(table.view(len(table), -1).numpy(), places, std, grid, key.stream(), factor, numbers)
         torch.autograd.graph.increment_version(table)
         return
     wide = table[rows].double() * _column(1.0 if factor is None else factor, table)
-    table[rows] = round_to(wide + _wide_normals(key, rows, table) * _column(std, table), grid).to(table)
+    table[rows] = round_to(wide + _wide_normals(key, rows + first, table) * _column(std, table), grid).to(table)
 
 
 def move_row_pairs(
     keys: tuple[RandomKey, RandomKey], table: torch.Tensor, other: torch.Tensor, rows: torch.Tensor, drift: np.ndarray,
-    std: np.ndarray, grids: tuple[float, float], shift: torch.Tensor | None = None,
+    std: np.ndarray, grids: tuple[float, float], shift: torch.Tensor | None = None, first: int = 0,
 ) -> None:  # fmt: skip
-    """Rows of two tables of one shape, moved by noise that they share: see `chacha.move_pairs`."""
+    """Rows of two tables of one shape, moved by noise that they share: see `chacha.move_pairs`.
+
+    The numbers of the rows are `first` + rows.
+    """
     if _in_place(table) and _in_place(other):
         one, two = (tensor.view(len(tensor), -1).numpy() for tensor in (table, other))
         shifts = None if shift is None else shift.reshape(len(rows), -1).numpy()
-        chacha.move_pairs(one, two, rows.numpy(), drift, std, shifts, grids, (keys[0].stream(), keys[1].stream()))
+        streams, places = (keys[0].stream(), keys[1].stream()), rows.numpy()
+        chacha.move_pairs(one, two, places, drift, std, shifts, grids, streams, places + first if first else None)
         for tensor in (table, other):
             torch.autograd.graph.increment_version(tensor)
         return
     w, v = table[rows].double(), other[rows].double()
-    z, rest = (_wide_normals(key, rows, table) for key in keys)
+    z, rest = (_wide_normals(key, rows + first, table) for key in keys)
     z = z if shift is None else z + shift
     ww, wv, vw, vv = (_column(part, table) for part in drift)
     for_table, for_other, alone = (_column(part, table) for part in std)

@@ -12,21 +12,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Capture, Captured, RowNorms, RowSpace, TouchedRows, named_tensors
-from sparsedp.capture.kernels import LARGEST, find, move_rows
+from sparsedp.capture.kernels import LARGEST, find
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.gradient import NoisyGradient
-from sparsedp.lazy import LazyTables
 from sparsedp.mechanisms.base import Step
 from sparsedp.mechanisms.contribution import touched_rows
 from sparsedp.nn.fallback import keep_selection
-from sparsedp.noise import PREPARATION, SELECTION, WAITING, GaussianNoise, RandomKey
+from sparsedp.noise import PREPARATION, SELECTION, GaussianNoise
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import BatchInfo
-from sparsedp.tables import TableSpec, table_specs
+from sparsedp.tables import Ownership, TableSpec, table_specs
+from sparsedp.tables.local import watched
 
 _DROPPED = 3  # gradients in a row that zero_grad() may drop before somebody is told
 
@@ -150,21 +149,19 @@ class PrivateOptimizer(Optimizer):
         self._accumulated = _Accumulated()
         self._held: list[Captured] = []  # physical batches whose selection is not known yet
         self._buffers: dict[str, Tensor] = {}
-        self.lazy: LazyTables | None = None  # of a mechanism whose noise waits
-        self._waiting: tuple[RandomKey, RandomKey] | None = None
-        if plan.mechanism.lazy:
-            assert isinstance(inner, torch.optim.SGD)  # others are refused before
-            own = {name: self._parameters[name] for name in self.tables}
-            self.lazy = LazyTables(
-                own, inner, self._waiting_key, plan.noise_std / plan.divisor,
-                getattr(plan.mechanism, "aggregate", True), lambda: self.ledger.steps,
-            )  # fmt: skip
-
-    def _waiting_key(self) -> RandomKey:
-        """Of the noise that lazy tables wait for, which every lookup asks for; derived again where a run is resumed."""
-        if self._waiting is None or self._waiting[0] is not self.noise.key:
-            self._waiting = self.noise.key, self.noise.key.child(WAITING)
-        return self._waiting[1]
+        # The deviation of the noise on the averaged gradient: the sums that are added up are divided, too.
+        self._std = plan.mechanism.gradient_noise(plan.noise_multiplier) * plan.clipping.max_norm / plan.divisor
+        self.owner = plan.mechanism.owner(
+            Ownership(
+                tables=self.tables,
+                parameters={name: self._parameters[name] for name in self.tables},
+                optimizer=inner,
+                key=lambda: self.noise.key,
+                std=self._std,
+                steps=lambda: self.ledger.steps,
+                stage=lambda name: self.stage(name),
+            )
+        )
 
     # ------------------------------------------------------------------ torch.optim's surface
 
@@ -185,14 +182,31 @@ class PrivateOptimizer(Optimizer):
         return self.inner.defaults
 
     def state_dict(self) -> dict[str, Any]:
-        if self.lazy is not None:  # momentum waits for its noise as weights do
-            self.lazy.settle_all()
+        self.owner.settle_all()  # momentum waits for its noise as weights do
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if self.lazy is not None:
-            self.lazy.settle_all()
+        self.owner.settle_all()
         self.inner.load_state_dict(state_dict)
+
+    def named_state_dict(self) -> dict[str, Any]:
+        """`state_dict` with the parameters' names in place of their numbers."""
+        saved, names = self.state_dict(), self._names_in_order()
+        groups = [{**group, "params": [names[i] for i in group["params"]]} for group in saved["param_groups"]]
+        named = {names[key] if isinstance(key, int) else key: value for key, value in saved["state"].items()}
+        return {**saved, "state": named, "param_groups": groups}
+
+    def load_named_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads what `named_state_dict` gave."""
+        numbers = {name: i for i, name in enumerate(self._names_in_order())}
+        groups = [
+            {**group, "params": [numbers[name] for name in group["params"]]} for group in state_dict["param_groups"]
+        ]
+        numbered = {numbers.get(key, key): value for key, value in state_dict["state"].items()}
+        self.load_state_dict({**state_dict, "state": numbered, "param_groups": groups})
+
+    def _names_in_order(self) -> list[str]:
+        return [self._names[id(parameter)] for group in self.param_groups for parameter in group["params"]]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         raise UnsupportedError(
@@ -372,25 +386,17 @@ class PrivateOptimizer(Optimizer):
         space = RowSpace.of(self.trained_tables())
         # Whoever keeps a gradient of an earlier step would find sums without noise in it, if its memory were used again.
         buffers = {} if self._keeps_gradients() else self._buffers
-        return NoisyGradient(self._parameters, space, selection, buffers, noise_on_rows=self.lazy is None)
+        return NoisyGradient(self._parameters, space, selection, buffers, noise_on_rows=not self.owner.adds_noise)
 
     def _keeps_gradients(self) -> bool:
         """Whether somebody may hold on to a gradient after its step. torch's own optimizers do not."""
-        return self._watched() or not type(self.inner).__module__.startswith("torch.optim.")
-
-    def _watched(self) -> bool:
-        """Whether somebody is called at each step of the wrapped optimizer, who may look at the gradients."""
-        inner = self.inner
-        own = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-        everybodys = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        return bool("step" in vars(inner) or own or everybodys)
+        return watched(self.inner) or not type(self.inner).__module__.startswith("torch.optim.")
 
     def _add_noise(self, gradient: NoisyGradient) -> None:
         """To the sums of the whole logical batch, with which it is rounded."""
-        # The noise on the sum has this deviation times the divisor; the sums that were added are divided, too.
-        std = self.plan.mechanism.gradient_noise(self.plan.noise_multiplier) * self.plan.clipping.max_norm
         with self.stage("noise"):
-            self.noise.add(gradient.sums, std / self.plan.divisor, self.ledger.steps)
+            for part in self.owner.noise_parts(gradient.sums):
+                self.noise.add(part, self._std, self.ledger.steps)
 
     def _accumulate(self, captured: Captured, gradient: NoisyGradient) -> None:
         """Clips the units of one physical batch, on the selection, and adds them to the gradient."""
@@ -469,15 +475,14 @@ class PrivateOptimizer(Optimizer):
         finally:
             self._drop_gradients()
         with _unguarded():
-            selection = None if self.lazy is not None else gradient.selection  # lazily, all rows change
+            selection = None if self.owner.adds_noise else gradient.selection  # noise that waits changes all rows
             done.gradient = None
             self._last = functools.partial(self._report, step, done, gradient.space, selection)
 
     def _gradient(self, step: int) -> NoisyGradient:
         """The noisy gradient of the whole logical batch."""
         mechanism, tables = self.plan.mechanism, self.trained_tables()
-        if self.lazy is not None:
-            self.lazy.begin(tables)
+        self.owner.begin(tables)
         if not mechanism.selects:
             assert self._accumulated.gradient is not None
             self._add_noise(self._accumulated.gradient)
@@ -493,39 +498,18 @@ class PrivateOptimizer(Optimizer):
         return gradient
 
     def _hand_over(self, gradient: NoisyGradient) -> bool:
-        """Gives the wrapped optimizer its gradients; rows that it would merely move are moved here.
+        """Gives selected rows their gradients through their owner, and the wrapped optimizer all others.
 
         Returns whether some of the gradients are sparse.
         """
-        rows, sparse = gradient.selection or {}, False
-        plain = self._plain_rates() if rows and self.lazy is None else {}
-        if self.lazy is not None:
-            self.lazy.advance()  # first: if the update is interrupted, the noise is owed all the same
+        rows = gradient.selection or {}
+        self.owner.advance()  # first: if the update is interrupted, its noise is owed all the same
         for name, parameter in self._parameters.items():
-            if self.lazy is not None and name in self.lazy:
-                if name in rows:
-                    self.lazy.apply(name, rows[name], gradient.values[name])
-            elif name in rows and name in plain:
-                move_rows(parameter.detach(), rows[name], gradient.values[name], -plain[name])
+            if name in rows:
+                self.owner.apply(name, rows[name], gradient.values[name])
             elif parameter.requires_grad:
-                parameter.grad = gradient.as_sparse(name)
-                sparse = sparse or name in rows
-        return sparse
-
-    def _plain_rates(self) -> dict[str, float]:
-        """The learning rates of the parameters that the wrapped optimizer merely moves against their gradients.
-
-        Rows are then moved here, to the same result: torch's sparse tensors take several times as long. Not if somebody
-        watches the step, who may look at the gradients.
-        """
-        inner = self.inner
-        if type(inner) is not torch.optim.SGD or self._watched():
-            return {}
-        groups = [
-            group for group in inner.param_groups
-            if not (group["momentum"] or group["weight_decay"] or group["maximize"] or group["differentiable"])
-        ]  # fmt: skip
-        return {self._names[id(p)]: float(group["lr"]) for group in groups for p in group["params"]}
+                parameter.grad = gradient.values[name]
+        return any(p.grad is not None and p.grad.is_sparse for p in self._parameters.values())
 
     def _step_context(self, step: int, tables: Mapping[str, TableSpec]) -> Step:
         return Step(

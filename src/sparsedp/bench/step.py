@@ -17,7 +17,6 @@ from sparsedp.bench.peaks import Runs, peaks
 from sparsedp.bench.timing import Stopwatch, interleaved, machine, ratio
 from sparsedp.data import CRITEO_VOCABULARY
 from sparsedp.engine import PrivacyEngine
-from sparsedp.lazy.tables import LazyTables
 from sparsedp.mechanisms import DPSGD, EANA, AdaFEST, Mechanism
 from sparsedp.models import PCTR
 from sparsedp.optimizer import PrivateOptimizer
@@ -119,8 +118,6 @@ def private_run(
         mechanism=mechanism,
     )
     optimizer.stage = watch
-    if optimizer.lazy is not None:
-        _time_settling(optimizer.lazy, watch)
     steps = iter(range(1 << 60))
 
     def step() -> None:
@@ -148,17 +145,6 @@ def private_run(
         watch.forget()
 
     return PrivateRun(step, wait, engine, optimizer)
-
-
-def _time_settling(lazy: LazyTables, watch: Stopwatch) -> None:
-    """Makes a stage of what LazyDP does in the forward pass, before rows are read."""
-    settle = lazy.settle
-
-    def timed(name: str, ids: Tensor) -> None:
-        with watch("settling"):
-            settle(name, ids)
-
-    lazy.settle = timed  # type: ignore[method-assign]
 
 
 def bench_step(models: list[str], *, batch: int, repeats: int, scale: float, memory: bool = True) -> dict[str, Any]:

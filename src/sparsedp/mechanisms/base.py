@@ -15,7 +15,7 @@ from sparsedp.capture import Captured
 from sparsedp.clipping import Clipping
 from sparsedp.errors import suggestion
 from sparsedp.noise import RandomKey
-from sparsedp.tables import TableSpec
+from sparsedp.tables import LocalOwner, Owner, Ownership, TableSpec
 
 _REGISTRY: dict[str, type[Mechanism]] = {}
 
@@ -45,7 +45,7 @@ class Mechanism(ABC):
     prepares: ClassVar[bool] = False  # whether `prepare` has to run before the first step
     # Whether `select` looks at units through `Captured` alone, as it must if a unit may have several examples.
     takes_users: ClassVar[bool] = False
-    lazy: ClassVar[bool] = False  # whether the tables' noise waits until rows are read (sparsedp.lazy)
+    lazy: ClassVar[bool] = False  # whether the tables' noise waits until rows are read (sparsedp.tables.lazy)
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
@@ -89,6 +89,10 @@ class Mechanism(ABC):
     def step_event(self, noise_multiplier: float, sample_rate: float) -> dp_accounting.DpEvent:
         """The privacy event of one step."""
         return gaussian_step(noise_multiplier, sample_rate)
+
+    def owner(self, ownership: Ownership) -> Owner:
+        """Who owns the tables' rows: what stands before a read of them, and lets them take their gradients."""
+        return LocalOwner(ownership)
 
     def refuse_tables(self, names: Collection[str]) -> None:  # noqa: B027
         """Raises `UnsupportedError` if the mechanism cannot train tables with these names, before anything is charged."""
