@@ -229,7 +229,7 @@ def test_fallback_rows_are_touched_by_all_that_is_left_out() -> None:
     )
     before = model.table.kept.clone()
     predicted = predict(engine.plan, engine.look())
-    assert torch.equal(model.table.kept, before) and optimizer.prepared is None  # the draw left nothing behind
+    assert torch.equal(model.table.kept, before) and optimizer.prepared.rows is None  # the draw left nothing behind
     engine.prepare()
     assert_near(predicted, what_happens(model, optimizer, loader), factor=1.15)
     assert predicted.kept_touches == pytest.approx(1)

@@ -98,14 +98,14 @@ class Run:
         self.touched: list[Tensor] = []
         self.gradients: list[dict[str, Tensor]] = []
         self.selections: list[Tensor | None] = []
-        hand_over = self.optimizer._hand_over
+        hand_over = self.optimizer.private_step.hand_over
 
         def watched(gradient: Any) -> bool:
             self.gradients.append({name: value.clone() for name, value in gradient.values.items()})
             self.selections.append(None if gradient.selection is None else gradient.selection["table.weight"].clone())
             return hand_over(gradient)
 
-        self.optimizer._hand_over = watched
+        self.optimizer.private_step.hand_over = watched
 
     def train(self, steps: int) -> Run:
         rows = []

@@ -660,10 +660,10 @@ def test_neighbours_of_a_private_step(mechanism: str, reduction: str) -> None:
         return found
 
     def released(keep: Tensor, noise: bool) -> Tensor:
-        gradient = optimizer._begin(selection)
-        optimizer._accumulate(captured(keep), gradient)
+        gradient = optimizer.private_step.begin(selection)
+        optimizer.private_step.add(captured(keep), gradient)
         if noise:
-            optimizer._add_noise(gradient)
+            optimizer.private_step.add_noise(gradient)
         else:
             for sums in gradient.sums.values():
                 zero_others(sums)
@@ -674,10 +674,10 @@ def test_neighbours_of_a_private_step(mechanism: str, reduction: str) -> None:
         return [float((whole - released(owners != user, noise)).norm()) for user in range(4)]
 
     everyone = torch.ones(9, dtype=torch.bool)
-    tables = optimizer.trained_tables()
+    tables = optimizer.private_step.trained_tables()
     with torch.no_grad():
         selection = engine.plan.mechanism.select(
-            [torch.enable_grad()(captured)(everyone)], optimizer._step_context(0, tables)
+            [torch.enable_grad()(captured)(everyone)], optimizer.private_step.context(0, tables)
         )
     with torch.enable_grad():
         if selection is not None:

@@ -15,18 +15,18 @@ from torch.utils.data import DataLoader
 from sparsedp import checkpoint, leaving
 from sparsedp.accounting.epsilon import Accountant, dp_accounting_above, epsilon_of
 from sparsedp.accounting.ledger import Ledger
-from sparsedp.capture import Capture, Draws, PublicInputs, RowSpace
+from sparsedp.capture import Capture, Draws, PublicInputs
 from sparsedp.check import CheckReport
 from sparsedp.clipping import Clipping, Style
-from sparsedp.counting import count_rows, glances
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
-from sparsedp.frequencies import FrequencyRelease, count_lookups
+from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import DPSGD, Mechanism
 from sparsedp.nn.fallback import has_fallback
-from sparsedp.noise import PREPARATION, GaussianNoise, RandomKey
+from sparsedp.noise import GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import LossReduction, PrivacyPlan, Unit, default_delta, require_delta
 from sparsedp.prediction import Look, look_at_counts, look_at_data
+from sparsedp.preparation import Preparation
 from sparsedp.refusals import private_parameters, refuse_module, refuse_optimizer
 from sparsedp.sampling import BatchInfo, PrivateLoader, Stream, Users, private_loader, users_of
 from sparsedp.signature import read_key, sign_order
@@ -34,13 +34,6 @@ from sparsedp.statement import PrivacyStatement, make_statement
 from sparsedp.tables import find_tables, table_specs
 
 _NOISE, _SAMPLING, _FORWARD, _FUNCTIONS = 0, 1, 2, 3  # the purposes that the engine's key is split into
-_GLANCE = 256  # examples in a forward pass that counts lookups: it may end with a softmax over all rows
-
-
-def _inputs_of(mechanism: Mechanism) -> Callable[[Any], Any] | None:
-    """How a mechanism that counts on the data wants batches turned into the module's arguments."""
-    source = getattr(mechanism, "preselect", None) or mechanism
-    return getattr(source, "inputs", None)
 
 
 def _users(
@@ -239,25 +232,25 @@ class PrivacyEngine:
         public = PublicInputs(plan.public_inputs, loader.layout.constant_tensors)
         generator = self._key.child(_FUNCTIONS).generator()
         capture = Capture(module, parameters, lambda: loader.current, self._draws(), public, generator)
-        inputs = _inputs_of(plan.mechanism)
-
-        def count(clip: float | None, span: int | None) -> dict[str, Tensor]:
-            indices = loader.indices(span)
-            return count_rows(module, capture, loader, find_tables(module), inputs, clip, indices)
-
+        tables = table_specs(parameters, find_tables(module))
+        noise = GaussianNoise(self._key.child(_NOISE))
+        preparation = Preparation(
+            plan, module, capture, loader, self.ledger,
+            tables=lambda: private.private_step.trained_tables(), key=lambda: private.noise.key,
+        )  # fmt: skip
         if plan.stream is not None:
             self.ledger.composition = plan.stream.composition
         private = PrivateOptimizer(
             inner=optimizer,
             module=module,
             parameters=parameters,
-            tables=find_tables(module) & parameters.keys(),
+            tables=tables,
             plan=plan,
             capture=capture,
-            noise=GaussianNoise(self._key.child(_NOISE)),
+            noise=noise,
             ledger=self.ledger,
             current_batch=lambda: loader.current,
-            count=count,
+            preparation=preparation,
         )
         for parameter in parameters.values():
             parameter.grad = None
@@ -300,7 +293,7 @@ class PrivacyEngine:
     def prepare(self) -> None:
         """Runs now, not at the next step, what a mechanism does ahead of its steps, such as FEST's selection."""
         _, optimizer, loader = self._parts()
-        optimizer.prepare(loader.next_span)
+        optimizer.preparation.prepare(loader.next_span)
 
     def release_frequencies(self) -> dict[str, Tensor]:
         """For each table the share of units that looks up each row, (rows,) float64, with noise; the same at every call.
@@ -308,24 +301,7 @@ class PrivacyEngine:
         Planned by `make_private(frequencies=FrequencyRelease(...))`. The first call goes over the data and is charged to
         the ledger. A share is an estimate: it may be negative, or above 1.
         """
-        module, optimizer, loader = self._parts()
-        release = self.plan.frequencies
-        if release is None:
-            raise SparseDPError("No release is planned: give make_private frequencies=sparsedp.FrequencyRelease(...).")
-        if not optimizer.memory:
-            if self.plan.steps is not None and self.ledger.setups(None):
-                raise SparseDPError(
-                    "The frequencies were released after the checkpoint that this run went back to. Another release would "
-                    f"exceed its privacy budget (epsilon {self.plan.target_epsilon}): go back to a later checkpoint."
-                )
-            assert self._capture is not None
-            seen = glances(module, self._capture, loader, release.inputs, chunk=_GLANCE)
-            tables = table_specs(dict(module.named_parameters()), find_tables(module))
-            counts = count_lookups(seen, RowSpace.of(tables), release.clip)
-            key = optimizer.noise.key.child(PREPARATION)
-            self.ledger.record(release.event, setup=True)
-            optimizer.memory = release.draw(counts, self.plan.dataset_size, tables, key)
-        return dict(optimizer.memory)
+        return self._parts()[1].preparation.release_frequencies()
 
     def look(
         self,
@@ -340,7 +316,7 @@ class PrivacyEngine:
         `inputs(batch)` gives the module's arguments; by default a tuple without its last element, or a dict.
         """
         module, optimizer, loader = self._parts()
-        tables = optimizer.trained_tables()
+        tables = optimizer.private_step.trained_tables()
         if (counts is None) != (units is None):
             raise ValueError("counts and units go together: of `units` units, counts[table][row] touch the row")
         if counts is not None and units is not None:
@@ -348,7 +324,7 @@ class PrivacyEngine:
                 raise UnsupportedError("Counts cannot tell how many units will use a fallback row: look at the data.")
             return look_at_counts(self.plan, tables, counts, units)
         assert self._capture is not None
-        return look_at_data(self.plan, module, self._capture, loader, tables, inputs or _inputs_of(self.plan.mechanism))
+        return look_at_data(self.plan, module, self._capture, loader, tables, inputs or self.plan.mechanism.inputs)
 
     # ------------------------------------------------------------------ answering for it
 
@@ -418,8 +394,8 @@ class PrivacyEngine:
         self._lineage.add(self.ledger)
         checkpoint.save(path, checkpoint.State(
             plan=self.plan, lineage=self._lineage, model=module.state_dict(), optimizer=optimizer.named_state_dict(),
-            loader=loader.state_dict(), prepared=optimizer.prepared, counted=optimizer.counted, memory=optimizer.memory,
-            seed=self._seed, extra=extra or {}, notes=self._notes, order=self._order(),
+            loader=loader.state_dict(), prepared=optimizer.prepared, seed=self._seed,
+            extra=extra or {}, notes=self._notes, order=self._order(),
         ), self._signing_key)  # fmt: skip
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -432,7 +408,7 @@ class PrivacyEngine:
         state = checkpoint.load(path, self.plan, self._seed, self._signing_key, self._order())
         if (
             self.plan.frequencies is not None
-            and state.memory
+            and state.prepared.released
             and self.ledger.setups(None)
             and state.lineage.last[0] not in self._lineage.ledgers
         ):

@@ -27,6 +27,7 @@ from sparsedp.mechanisms import EANA, FEST, AdaFEST, ExponentialSelection, Mecha
 from sparsedp.nn.fallback import kept_for_now
 from sparsedp.noise import RandomKey
 from sparsedp.plan import PrivacyPlan
+from sparsedp.preparation import CountScope, Prepared, decide
 from sparsedp.sampling import PrivateLoader
 from sparsedp.tables import TableSpec
 
@@ -241,30 +242,24 @@ class _Seen:
 def _look(
     plan: PrivacyPlan,
     tables: Mapping[str, TableSpec],
-    count: Callable[[float | None, int | None], dict[str, Tensor]],
+    count: CountScope,
     see: Callable[[int | None, float | None, Mapping[str, Tensor] | None], _Seen],
 ) -> Look:
-    """Looks at each span, with a draw of what the mechanism chooses before it, as `PrivateOptimizer.prepare` does."""
+    """Looks at each span, with a draw of what the mechanism chooses before it, as `Preparation.prepare` does."""
     mechanism = plan.mechanism
     clip = mechanism.map_clip if isinstance(mechanism, AdaFEST) else None
-    key, memory = RandomKey.from_seed(0), {}  # type: ignore[var-annotated]
-    drawn: dict[int | None, dict[str, Tensor]] = {}
+    key, prepared = RandomKey.from_seed(0), Prepared()
     spans: list[tuple[int | None, int]] = [(None, 1)] if plan.stream is None else list(enumerate(plan.stream.steps))
     looks = []
     for span, steps in spans:
         scope = plan.setup_scope(span)
-        if mechanism.prepares and scope not in drawn:
-            each = plan.examples_counted(scope)
-
-            def counted(clip: float | None, scope: int | None = scope, each: int = each) -> dict[str, Tensor]:
-                return {name: values / each for name, values in count(clip, scope).items()}
-
-            drawn[scope] = mechanism.prepare(tables, counted, key.child(0 if scope is None else scope), memory)
-        seen = see(span, clip, drawn.get(scope))
+        if mechanism.prepares and scope not in prepared.scopes:
+            prepared = decide(plan, tables, count, key, scope, prepared)
+        seen = see(span, clip, prepared.rows)
         whole = all(_is_whole(counts) for counts in seen.counts.values())
         groups = {name: _grouped(seen, name, whole) for name in seen.counts}
         looks.append(SpanLook(steps / sum(steps for _, steps in spans), seen.units, whole, groups))
-    return Look("", False, clip, bool(drawn) and mechanism.setup_event() is not None, tuple(looks))
+    return Look("", False, clip, bool(prepared.scopes) and mechanism.setup_event() is not None, tuple(looks))
 
 
 def _checked_counts(name: str, rows: int, counts: Mapping[str, Any], units: float) -> np.ndarray:

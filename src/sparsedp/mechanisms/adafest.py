@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import dp_accounting
 import torch
@@ -46,6 +46,10 @@ class AdaFEST(Mechanism):
                 raise ValueError(f"{name} must be positive and finite, not {getattr(self, name)}")
         if self.preselect is not None and not isinstance(self.preselect, FEST):
             raise TypeError(f"preselect must be a FEST(...), not {self.preselect!r}")
+
+    @property
+    def inputs(self) -> Callable[[Any], Any] | None:  # type: ignore[override]
+        return None if self.preselect is None else self.preselect.inputs
 
     @property
     def prepares(self) -> bool:  # type: ignore[override]

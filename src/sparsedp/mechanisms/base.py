@@ -45,6 +45,8 @@ class Mechanism(ABC):
     prepares: ClassVar[bool] = False  # whether `prepare` has to run before the first step
     # Whether `select` looks at units through `Captured` alone, as it must if a unit may have several examples.
     takes_users: ClassVar[bool] = False
+    # How a mechanism that counts on the data wants a batch turned into the module's arguments; None: all but its last element.
+    inputs: Callable[[Any], Any] | None = None
     lazy: ClassVar[bool] = False  # whether the tables' noise waits until rows are read (sparsedp.tables.lazy)
 
     def __init_subclass__(cls) -> None:
