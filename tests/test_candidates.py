@@ -266,7 +266,7 @@ def test_fest_counts_the_lookups_that_it_is_told_of() -> None:
         Next(rows), loader_of(items, target, batch_size=100), mechanism=mechanism
     )
     train(module, optimizer, loader, sample)
-    assert {0, 1, 2} <= set(optimizer.prepared.rows["items.weight"].tolist())
+    assert {0, 1, 2} <= set(optimizer.prepared["items.weight"].tolist())
 
 
 def test_a_fallback_table_maps_candidates_too() -> None:

@@ -153,17 +153,17 @@ def test_a_selection_contains_the_fallback_rows(name: str) -> None:
     )
     engine.prepare()
     tables = [f"{part}.weight" for part in ("bag", "one")]
-    assert sorted(optimizer.prepared.rows) == tables
+    assert sorted(optimizer.prepared) == tables
     for part in (module.one, module.bag):
-        rows = optimizer.prepared.rows["one.weight" if part is module.one else "bag.weight"].tolist()
+        rows = optimizer.prepared["one.weight" if part is module.one else "bag.weight"].tolist()
         assert rows[-1] == ROWS and rows == sorted(set(rows))
         assert part.kept.nonzero().flatten().tolist() == rows
-    assert 12 <= sum(len(rows) for rows in optimizer.prepared.rows.values()) <= 14
+    assert 12 <= sum(len(rows) for rows in optimizer.prepared.values()) <= 14
     before = copy.deepcopy(module.state_dict())
     train(module, optimizer, loader, epochs=2)
     for table in tables:
         changed = (module.state_dict()[table] != before[table]).any(1).nonzero().flatten().tolist()
-        assert ROWS in changed and set(changed) <= set(optimizer.prepared.rows[table].tolist())
+        assert ROWS in changed and set(changed) <= set(optimizer.prepared[table].tolist())
 
 
 def test_the_fallback_costs_nothing() -> None:
@@ -211,7 +211,7 @@ def test_a_running_selection_moves_the_mapping_along() -> None:
     seen: list[list[int]] = []
     train(module, optimizer, loader, each=lambda: seen.append(module.e.kept.nonzero().flatten().tolist()))
     assert seen[0] == [0, 1, 2, 3, 4, ROWS] and seen[-1] == [10, 11, 12, 13, 14, ROWS]
-    assert optimizer.prepared.rows["e.weight"].tolist() == seen[-1]
+    assert optimizer.prepared["e.weight"].tolist() == seen[-1]
 
 
 def test_tables_that_are_not_trained_or_tied() -> None:
@@ -226,7 +226,7 @@ def test_tables_that_are_not_trained_or_tied() -> None:
         mechanism=FEST(k=5, epsilon=1.0),
     )  # fmt: skip
     engine.prepare()
-    assert list(optimizer.prepared.rows) == ["one.weight"] and module.bag.kept.all()
+    assert list(optimizer.prepared) == ["one.weight"] and module.bag.kept.all()
     assert torch.equal(module.twin.kept, module.one.kept) and 5 <= int(module.one.kept.sum()) <= 6
 
 

@@ -142,10 +142,10 @@ def test_no_run_picks_more_than_its_ledger_shows(
     engine, _, optimizer, _ = start(sizes, mechanism, stream=stream)
     picked: dict[int | None, int] = {}
     for span in range(3):
-        before = list(optimizer.prepared.scopes)
+        before = list(optimizer.preparation.state.scopes)
         optimizer.preparation.prepare(span)
-        for scope in optimizer.prepared.scopes[len(before) :]:
-            picked[scope] = sum(rows.numel() for rows in optimizer.prepared.rows.values())
+        for scope in optimizer.preparation.state.scopes[len(before) :]:
+            picked[scope] = sum(rows.numel() for rows in optimizer.prepared.values())
     setups = [entry for entry in engine.ledger.entries if entry.setup]
     assert [entry.scope for entry in setups] == list(picked)
     for entry in setups:

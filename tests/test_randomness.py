@@ -318,7 +318,7 @@ def test_running_sums_of_a_checkpoint_lie_on_the_grid(tmp_path: Path) -> None:
     )  # fmt: skip
     std = selection.setup_event().noise_multiplier * 0.3  # type: ignore[union-attr]
     train(run)
-    assert len(run[2].prepared.scopes) == 3
+    assert len(run[2].preparation.state.scopes) == 3
     run[0].save_checkpoint(tmp_path / "checkpoint.pt")
     sums = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["prepared"]["released"]["table.weight"]
     assert (

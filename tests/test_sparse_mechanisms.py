@@ -21,8 +21,8 @@ import sparsedp
 from sparsedp import EANA, FEST, AdaFEST, ExponentialSelection
 from sparsedp.accounting import epsilon_of, get_epsilon, split_multiplier
 from sparsedp.capture import RowSpace
+from sparsedp.contribution import contribution_map
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
-from sparsedp.mechanisms.contribution import contribution_map
 from sparsedp.mechanisms.exponential import top_k_gumbel
 from sparsedp.mechanisms.survivors import draw_survivors, log_survival
 from sparsedp.noise import RandomKey
@@ -333,8 +333,8 @@ def test_public_counts_are_free_and_exact() -> None:
     )
     engine.prepare()
     assert engine.ledger.entries == []
-    assert optimizer.prepared.rows["a.weight"].tolist() == [47, 48, 49]
-    assert optimizer.prepared.rows["b.weight"].tolist() == list(range(30))
+    assert optimizer.prepared["a.weight"].tolist() == [47, 48, 49]
+    assert optimizer.prepared["b.weight"].tolist() == list(range(30))
     with pytest.raises(ValueError, match=r"b\.weight"):
         make_private(
             TwoTables(), loader_of(*clicks(60), batch_size=20), mechanism=FEST(counts={"a.weight": torch.ones(50)})
@@ -353,7 +353,7 @@ def test_private_selection_finds_frequent_rows(method: str) -> None:
         mechanism=FEST(k=6, epsilon=20.0, method=method),  # type: ignore[arg-type]
     )
     engine.prepare()
-    assert optimizer.prepared.rows["table.weight"].tolist() == [0, 1, 2, 3, 4, 5]
+    assert optimizer.prepared["table.weight"].tolist() == [0, 1, 2, 3, 4, 5]
     assert len(engine.ledger.entries) == 1 and engine.ledger.steps == 0
     engine.prepare()
     assert len(engine.ledger.entries) == 1

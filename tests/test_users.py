@@ -23,12 +23,12 @@ from sparsedp.capture import Captured, RowNorms, RowSpace
 from sparsedp.capture.uses import Lookup, ParameterUses
 from sparsedp.cli.main import main
 from sparsedp.clipping import Clipping
+from sparsedp.contribution import contribution_map, touched_pairs
 from sparsedp.counting import count_rows
 from sparsedp.data import generated_click_log, open_click_log, write_click_log
 from sparsedp.data.clickparse import COLUMNS, detect_layout, parse_block, parse_block_python
 from sparsedp.frequencies import count_lookups
 from sparsedp.grid import grid_of
-from sparsedp.mechanisms.contribution import contribution_map, touched_pairs
 from sparsedp.noise import RandomKey, zero_others
 from sparsedp.plan import PrivacyPlan, default_delta
 from sparsedp.prediction import predict

@@ -372,7 +372,7 @@ def test_flat_ids_with_offsets_stay_exact(last: bool, lengths: Any, mechanism: A
     optimizer.step()
     total = {name: torch.zeros_like(p) for name, p in reference.named_parameters()}
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
-    chosen = (optimizer.prepared.rows or {}).get("e.weight", torch.arange(ROWS))
+    chosen = (optimizer.prepared or {}).get("e.weight", torch.arange(ROWS))
     ends = [*batch.offsets.tolist()[: loader.current.units], len(batch.values)]
     for unit in range(loader.current.units):
         ids, weights = (value[ends[unit] : ends[unit + 1]] for value in (batch.values, batch.weights))

@@ -394,7 +394,7 @@ class PrivacyEngine:
         self._lineage.add(self.ledger)
         checkpoint.save(path, checkpoint.State(
             plan=self.plan, lineage=self._lineage, model=module.state_dict(), optimizer=optimizer.named_state_dict(),
-            loader=loader.state_dict(), prepared=optimizer.prepared, seed=self._seed,
+            loader=loader.state_dict(), prepared=optimizer.preparation.state, seed=self._seed,
             extra=extra or {}, notes=self._notes, order=self._order(),
         ), self._signing_key)  # fmt: skip
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsedp.accounting.ledger import Ledger
@@ -16,7 +16,7 @@ from sparsedp.capture import Capture, Captured, named_tensors
 from sparsedp.errors import SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.noise import GaussianNoise
 from sparsedp.plan import PrivacyPlan
-from sparsedp.preparation import Preparation, Prepared
+from sparsedp.preparation import Preparation
 from sparsedp.sampling import BatchInfo
 from sparsedp.step import PrivateStep, unguarded
 from sparsedp.step_report import StepReport, TableStep
@@ -84,9 +84,9 @@ class PrivateOptimizer(Optimizer):
         self.private_step.stage = stage
 
     @property
-    def prepared(self) -> Prepared:
-        """What the mechanism decided ahead of its steps."""
-        return self.preparation.state
+    def prepared(self) -> dict[str, Tensor] | None:
+        """The rows of each table that the mechanism chose ahead of its steps; None before it was asked."""
+        return self.preparation.state.rows
 
     @property
     def last_step(self) -> StepReport | None:

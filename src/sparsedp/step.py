@@ -1,6 +1,6 @@
 """One private step: its lines are the stages that a batch goes through.
 
-    touched rows, selection, clip, sum, noise, update, ledger
+    touched rows, selection, clip, sum, noise, ledger, update
 
 A batch may come in physical parts. A part is clipped and summed as soon as the selection is known: at once where all rows may
 change, and with the last part where the mechanism selects rows, because it looks at the whole batch. Noise is added to the sums
@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Captured, RowNorms, RowSpace, TouchedRows
 from sparsedp.capture.kernels import LARGEST
+from sparsedp.contribution import touched_rows
 from sparsedp.errors import NonFiniteGradientError
 from sparsedp.gradient import NoisyGradient
 from sparsedp.mechanisms.base import Step
-from sparsedp.mechanisms.contribution import touched_rows
 from sparsedp.noise import SELECTION, GaussianNoise
 from sparsedp.plan import PrivacyPlan
 from sparsedp.preparation import Preparation
@@ -89,16 +89,16 @@ class PrivateStep:
             tables = self.trained_tables()
             if batch.last:
                 self.owner.begin(tables)
-            gradient = self._gradient = self._gradient or self.begin(self._select(tables))
+            gradient = self._gradient = self._gradient or self.begin(self._select(tables))  # touched rows, selection
             while self._waiting:
-                self.add(self._waiting.pop(0), gradient)
+                self.add(self._waiting.pop(0), gradient)  # clip, sum
             if not batch.last:
                 return
-            self.add_noise(gradient)
+            self.add_noise(gradient)  # noise
         step, tally = self.ledger.steps, self._tally
         self.forget()
-        self.ledger.record(self.plan.step_event(batch.span), scope=batch.span)
-        self._update(gradient)
+        self.ledger.record(self.plan.step_event(batch.span), scope=batch.span)  # ledger
+        self._update(gradient)  # update
         with unguarded():
             selection = None if self.owner.adds_noise else gradient.selection  # noise that waits changes all rows
             norm = self.plan.clipping.max_norm

@@ -13,7 +13,8 @@ from torch import Tensor
 from sparsedp.accounting.events import gaussian_step
 from sparsedp.capture import Captured
 from sparsedp.clipping import Clipping
-from sparsedp.errors import suggestion
+from sparsedp.errors import UnsupportedError, suggestion
+from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.noise import RandomKey
 from sparsedp.tables import LocalOwner, Owner, Ownership, TableSpec
 
@@ -73,7 +74,7 @@ class Mechanism(ABC):
         """What a mechanism with `prepares` decides ahead of its steps: rows of each table, ascending.
 
         `count(clip)` goes over the data and adds up the units' contributions to each row of each table, as in
-        `contribution_map`; what a unit adds has norm at most `clip`. Whatever is used of it must be in `setup_event`.
+        `sparsedp.contribution`; what a unit adds has norm at most `clip`. Whatever is used of it must be in `setup_event`.
         With running `frequencies`, `prepare` is called at every new span, and `memory` is for what has to be known
         then: it is empty at first, and a checkpoint holds it. So only what was released may be put there.
         """
@@ -86,6 +87,22 @@ class Mechanism(ABC):
         are by example; what a unit touches and its norms are what `captured.touched(space).pairs()` and
         `captured.squared_norms(uses)` say, and `captured.each(factors)` is what weighted sums take.
         """
+        return None
+
+    def expected_selection(self, rows: RowCounts, noise_multiplier: float) -> Expected:
+        """What `select` is expected to choose in a step, before any is taken. Of a mechanism that selects, its own to say."""
+        if self.selects:
+            raise UnsupportedError(f"There is no rule yet to predict what mechanism {self.name!r} selects.")
+        return rows.all_chosen()
+
+    @property
+    def contribution_clip(self) -> float | None:
+        """What a unit's contribution to the map of rows is clipped to that `select` looks at; None: it looks at none."""
+        return None
+
+    @property
+    def prediction_note(self) -> str | None:
+        """What a prediction of this mechanism's selection leaves out, if anything."""
         return None
 
     def step_event(self, noise_multiplier: float, sample_rate: float) -> dp_accounting.DpEvent:

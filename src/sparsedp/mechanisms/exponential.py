@@ -15,6 +15,7 @@ from torch import Tensor
 from sparsedp.accounting import ExponentialMechanismDpEvent
 from sparsedp.capture import Captured, RowSpace, RowSparse
 from sparsedp.mechanisms.base import Mechanism, Step
+from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.noise import RandomKey, draw_marked_rows, one_gumbel_each
 
 
@@ -52,6 +53,16 @@ class ExponentialSelection(Mechanism):
             [dp_accounting.SelfComposedDpEvent(pick, self.k), dp_accounting.GaussianDpEvent(noise_multiplier)]
         )
         return step if sample_rate == 1 else dp_accounting.PoissonSampledDpEvent(sample_rate, step)
+
+    @property
+    def prediction_note(self) -> str:
+        return (
+            "Which rows the exponential mechanism favours depends on gradients, which are not known yet: false "
+            "positives are predicted as if it favoured none, which is the most there can be."
+        )
+
+    def expected_selection(self, rows: RowCounts, noise_multiplier: float) -> Expected:
+        return rows.all_chosen(min(1.0, self.k / rows.size))
 
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         space = RowSpace.of(step.tables)

@@ -17,10 +17,12 @@ from torch import Tensor
 
 from sparsedp.accounting import ExponentialMechanismDpEvent, calibrate
 from sparsedp.capture import Captured, RowSpace
+from sparsedp.contribution import Contribution
 from sparsedp.errors import SparseDPWarning, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.grid import grid_of, round_to
 from sparsedp.mechanisms.base import Count, Frequencies, Mechanism, Step
+from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.noise import RandomKey
 from sparsedp.tables import TableSpec
 
@@ -33,8 +35,7 @@ class FEST(Mechanism):
     data at a cost of (`epsilon`, `delta`), which enters the ledger exactly:
 
     - method "gaussian": one release of all frequencies with Gaussian noise, then the top k as post-processing. A unit
-      with n distinct rows adds min(1, count_clip / sqrt(n)) to each, so the l2 sensitivity is `count_clip`, and the
-      cost does not depend on k.
+      adds a `Contribution` to its rows, so the l2 sensitivity is `count_clip`, and the cost does not depend on k.
     - method "gumbel": counts plus Gumbel noise, the k largest. That equals k exponential mechanisms in a row, so the
       scale is calibrated for k picks (the paper's Algorithm 2, with scale 1/epsilon, costs about sqrt(k) times its
       epsilon).
@@ -145,7 +146,7 @@ class FEST(Mechanism):
         scale = _selection_event(self.method, self.k, self.epsilon, self.delta)[1]
         counted = count(self.count_clip if self.method == "gaussian" else None)
         draw = CipherGenerator.standard_normal if self.method == "gaussian" else CipherGenerator.gumbel
-        std = scale * self.count_clip if self.method == "gaussian" else scale
+        std = scale * Contribution(self.count_clip).sensitivity if self.method == "gaussian" else scale
         # Frequencies with Gaussian noise are released: their sums so far are kept, and a checkpoint holds them. Of those with
         # Gumbel noise only the names of the largest are.
         grid = grid_of(std) if self.method == "gaussian" else 0.0
@@ -163,6 +164,9 @@ class FEST(Mechanism):
         if np.isnan(counts).any():  # which would sort as the largest
             raise ValueError(f"counts has NaN among the frequencies for table '{name}'")
         return counts
+
+    def expected_selection(self, rows: RowCounts, noise_multiplier: float) -> Expected:
+        return rows.all_chosen()
 
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         return {name: step.prepared[name] for name in step.tables}

@@ -9,8 +9,9 @@ from typing import ClassVar
 from torch import Tensor
 
 from sparsedp.capture import Captured, RowSpace
+from sparsedp.contribution import touched_rows, warn_of_whole_tables
 from sparsedp.mechanisms.base import Mechanism, Step
-from sparsedp.mechanisms.contribution import touched_rows, warn_of_whole_tables
+from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.tables import LazyOwner, Owner, Ownership
 
 
@@ -38,6 +39,9 @@ class LazyDP(Mechanism):
 
     def owner(self, ownership: Ownership) -> Owner:
         return LazyOwner(ownership, self.aggregate)
+
+    def expected_selection(self, rows: RowCounts, noise_multiplier: float) -> Expected:
+        return rows.all_chosen()
 
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         """The rows that have a gradient. All others change by noise alone, later."""
