@@ -402,8 +402,8 @@ def test_extreme_words() -> None:
     half = GROUP // 2
     words[:6] = 0xFFFFFFFF, 0xFFFFFF00, 1 << 16, (1 << 16) - 1, 1, 0
     more[3] = 0xFFFFFFFF
-    chacha._box_muller(words, radii, points)
-    chacha._box_muller_tail(words, more, radii)
+    chacha._box_muller(words, radii, points, half)
+    chacha._box_muller_tail(words, more, radii, half)
     normals = np.tile(radii, 2) * points
     radius = np.hypot(normals[:half], normals[half:]).astype(np.float64)
     u = [1 - 2.0**-24, 1 - 2.0**-24, 2.0**-16 + 2.0**-32, 2.0**-16, 2.0**-32, 2.0**-65]

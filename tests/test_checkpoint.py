@@ -328,7 +328,7 @@ def test_nothing_that_was_loaded_is_a_part_of_the_file(tmp_path: Path, monkeypat
     run = begin(torch.zeros(3))
     extra = run[0].load_checkpoint(path)
     assert run[1].loads == 1 and torch.equal(run[1].seen, torch.arange(3.0))
-    states = extra, run[1].state_dict(), run[2].state_dict(), run[3].state_dict(), run[2].prepared, run[2].memory
+    states = extra, run[1].state_dict(), run[2].state_dict(), run[3].state_dict(), run[2].preparation.state.to_dict()
     before = copy.deepcopy(states)
     with path.open("r+b") as file:  # in place: the memory of a mapped tensor would change
         file.write(b"\x55" * path.stat().st_size)

@@ -149,7 +149,7 @@ def test_check_passes(kept: list[int] | None) -> None:
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_a_selection_contains_the_fallback_rows(name: str) -> None:
     engine, module, optimizer, loader = make_private(
-        Shop(), loader_of(*clicks(200), batch_size=40), mechanism=MECHANISMS[name]
+        Shop(), loader_of(*clicks(200), batch_size=40), mechanism=MECHANISMS[name], seed=4
     )
     engine.prepare()
     tables = [f"{part}.weight" for part in ("bag", "one")]
@@ -187,7 +187,7 @@ def test_the_fallback_costs_nothing() -> None:
 def test_counting_sees_real_ids_also_after_a_selection() -> None:
     ids, x, y = clicks(100)
     engine, module, optimizer, loader = make_private(
-        Shop(), loader_of(ids, x, y, batch_size=20), mechanism=MECHANISMS["fest"]
+        Shop(), loader_of(ids, x, y, batch_size=20), mechanism=MECHANISMS["fest"], seed=4
     )
     wanted = torch.bincount(ids, minlength=ROWS + 1).double()
     for _ in range(2):
@@ -255,7 +255,7 @@ def test_a_state_dict_restores_the_mapping() -> None:
 def test_a_resumed_run_equals_an_uninterrupted_one(name: str, tmp_path: Path) -> None:
     def start() -> tuple[Any, ...]:
         torch.manual_seed(0)
-        return make_private(Shop(), loader_of(*clicks(100), batch_size=20), mechanism=MECHANISMS[name])
+        return make_private(Shop(), loader_of(*clicks(100), batch_size=20), mechanism=MECHANISMS[name], seed=4)
 
     whole = start()
     train(*whole[1:], epochs=2)

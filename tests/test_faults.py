@@ -27,6 +27,7 @@ from sparsedp.cli.result import RunResult
 from sparsedp.cli.runfolder import RunFolder
 from sparsedp.engine import PrivacyEngine
 from sparsedp.optimizer import PrivateOptimizer
+from sparsedp.preparation import Preparation
 
 CONFIG = """
 data: {kind: 'faults_mine:data'}
@@ -92,7 +93,7 @@ STAGES: dict[str, tuple[Any, str, int, str]] = {
     "forward of the first step": (sparsedp.cli.loop, "forward", 1, "before"),
     "forward of a later step": (sparsedp.cli.loop, "forward", 7, "after"),
     "step": (PrivateOptimizer, "step", 8, "before"),
-    "preparation within a step": (PrivateOptimizer, "prepare", 3, "after"),
+    "preparation within a step": (Preparation, "prepare", 3, "after"),
     "ledger": (Ledger, "record", 4, "after"),
     "update": (torch.optim.SGD, "step", 4, "before"),
     "after the update": (torch.optim.SGD, "step", 5, "after"),

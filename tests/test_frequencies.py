@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import dp_accounting
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,8 @@ from sparsedp import FrequencyRelease
 from sparsedp.capture import Capture, RowSpace
 from sparsedp.frequencies import count_lookups
 from sparsedp.models import DPFormer
+from sparsedp.noise import RandomKey
+from sparsedp.tables import table_specs
 
 UNITS, ROWS, LENGTH = 40, 12, 5
 
@@ -107,7 +108,8 @@ def test_sensitivity(left_out: int) -> None:
 
 def test_noise_has_the_promised_deviation() -> None:
     release = FrequencyRelease(epsilon=0.7, delta=1e-5, clip=3.0)
-    drawn = release.draw({"t": torch.zeros(40_000, dtype=torch.float64)}, 10, np.random.default_rng(0))["t"]
+    counts = {"t": torch.zeros(40_000, dtype=torch.float64)}
+    drawn = release.draw(counts, 10, table_specs({"t": torch.empty(40_000, 1)}, ["t"]), RandomKey.from_seed(0))["t"]
     assert float(drawn.std()) == pytest.approx(release.noise_multiplier * 3.0 / 10, rel=0.02)
     ledger = sparsedp.accounting.Ledger()
     ledger.record(release.event, setup=True)

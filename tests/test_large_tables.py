@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import sparsedp
 from sparsedp import CheckpointError, checkpoint, mapped
-from sparsedp.lazy import tables
+from sparsedp.tables import lazy
 from support import loader_of, make_private
 
 ROWS, DIM = 160_000, 64
@@ -56,7 +56,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As small for this table as the real ones are for a large one; and one thread, whose allocations are seen."""
     for module in (mapped, checkpoint):
         monkeypatch.setattr(module, "PIECE", 1 << 20)
-    monkeypatch.setattr(tables, "_CHUNK", 1 << 17)
+    monkeypatch.setattr(lazy, "_CHUNK", 1 << 17)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

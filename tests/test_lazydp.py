@@ -21,9 +21,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import sparsedp
 from sparsedp.grid import grid_of, round_to
-from sparsedp.lazy.pace import Coefficients, Pace
-from sparsedp.lazy.tables import STEP
 from sparsedp.noise import WAITING, GaussianNoise, row_normals, zero_others
+from sparsedp.tables.lazy import STEP, LazyOwner
+from sparsedp.tables.pending import Coefficients, PendingSteps
 from support import Clicks, clicks, loader_of, make_private, train
 
 ROWS, UNITS, STEPS, LONG = 40, 120, 60, 250
@@ -51,7 +51,7 @@ def data(skew: float = 4) -> tuple[Tensor, Tensor]:
     return ids, torch.rand(UNITS, generator=random).round()
 
 
-TABLES = ("bag.weight", "one.weight", "shared.weight")  # in the order of their indices
+TABLES = ("bag.weight", "one.weight", "shared.weight")
 
 
 class EagerNoise(GaussianNoise):
@@ -59,15 +59,15 @@ class EagerNoise(GaussianNoise):
 
     def __init__(self, key: Any, names: list[str], module: nn.Module) -> None:
         super().__init__(key)
-        self._tables = {names.index(name): (i, module.get_parameter(name)) for i, name in enumerate(TABLES)}
+        self._tables = {names.index(name): module.get_parameter(name) for name in TABLES}
 
     def add(self, tensors: Any, std: float, step: int) -> None:
         super().add({at: sums for at, sums in tensors.items() if at not in self._tables}, std, step)
-        for at, (index, table) in self._tables.items():
+        for at, table in self._tables.items():
             if at in tensors:
                 zero_others(tensors[at])
                 if std > 0:
-                    key = self.key.child(WAITING).child(STEP, index, step)
+                    key = self.key.child(WAITING).child(STEP, at, step)
                     noise = row_normals(key, torch.arange(len(table)), table)
                     tensors[at].values.copy_(round_to(std * noise + tensors[at].values, grid_of(std)))
 
@@ -274,7 +274,7 @@ def test_resume_after_a_kill(tmp_path: Any) -> None:
 def test_pace_against_stepping(name: str) -> None:
     """Phi and C against torch.optim.SGD itself, step by step, and against the sum over impulses."""
     settings = {key: value for key, value in SETTINGS[name].items() if key not in ("each", "lr")}
-    pace, coefficients = Pace(window=64), []
+    pace, coefficients = PendingSteps(window=64), []
     parameter = nn.Parameter(torch.zeros(30, dtype=torch.float64))
     random = np.random.default_rng(0)
     noise = random.standard_normal((40, 30))
@@ -303,7 +303,7 @@ def test_pace_against_stepping(name: str) -> None:
 
 
 def test_a_full_window_settles_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pace.__init__, "__defaults__", (7,))
+    monkeypatch.setattr(PendingSteps.__init__, "__defaults__", (7,))
     eager = Run(sparsedp.DPSGD(), **SETTINGS["everything"]).train()
     assert_same(Run(sparsedp.LazyDP(aggregate=False), **SETTINGS["everything"]).train().state(), eager.state())
 
@@ -339,7 +339,7 @@ def test_aggregated_noise_of_a_row_that_is_never_read(name: str) -> None:
         weights.append(torch.Tensor(module.shared.weight.detach()[ROWS:]).flatten())
         if settings.get("momentum"):
             moments.append(optimizer.state_dict()["state"][2]["momentum_buffer"][ROWS:].flatten())
-    pace = Pace()
+    pace = PendingSteps()
     for step in range(6):
         pace.advance(
             Coefficients.of(
@@ -492,11 +492,11 @@ def test_deterministic_check_with_ones(aggregate: bool, monkeypatch: pytest.Monk
     def ones(key: Any, rows: Tensor, like: Tensor) -> Tensor:
         return torch.ones(len(rows), *like.shape[1:], dtype=like.dtype)
 
-    def add_ones(key: Any, table: Tensor, rows: Tensor, std: np.ndarray, grid: float, factor: None) -> None:
+    def add_ones(key: Any, table: Tensor, rows: Tensor, std: np.ndarray, grid: float, factor: None, first: int) -> None:
         table[rows] += torch.from_numpy(std)[:, None]
 
-    monkeypatch.setattr("sparsedp.lazy.tables.row_normals", ones)
-    monkeypatch.setattr("sparsedp.lazy.tables.add_row_normals", add_ones)
+    monkeypatch.setattr("sparsedp.tables.lazy.row_normals", ones)
+    monkeypatch.setattr("sparsedp.tables.lazy.add_row_normals", add_ones)
     run = Run(sparsedp.LazyDP(aggregate=aggregate), lr=0.25)
     with torch._C.DisableTorchFunctionSubclass():
         before = run.module.shared.weight.detach().clone()
@@ -517,7 +517,7 @@ def test_interrupted_settling_is_noticed(kind: type, monkeypatch: pytest.MonkeyP
         raise kind
 
     with monkeypatch.context() as patch, pytest.raises(kind):
-        patch.setattr("sparsedp.lazy.tables.add_row_normals", interrupt)
+        patch.setattr("sparsedp.tables.lazy.add_row_normals", interrupt)
         run.engine.settle()
     for way in ("state_dict", "data", "embedding in eval"):
         with pytest.raises(sparsedp.SparseDPError, match="interrupted"):
@@ -574,7 +574,7 @@ def test_a_failed_load_leaves_broken_tables_broken(monkeypatch: pytest.MonkeyPat
     run.engine.save_checkpoint(tmp_path / "c.pt")
     run.train(8)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("sparsedp.lazy.tables.add_row_normals", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr("sparsedp.tables.lazy.add_row_normals", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
         run.engine.settle()
     with monkeypatch.context() as patch, pytest.raises(sparsedp.CheckpointError):
         patch.setattr(
@@ -598,8 +598,8 @@ def test_loading_an_optimizer_state_settles_first() -> None:
 
 def test_a_forked_process_may_not_settle() -> None:
     run = Run(sparsedp.LazyDP()).train(4)
-    assert run.optimizer.lazy is not None
-    run.optimizer.lazy._process += 1
+    assert isinstance(run.optimizer.owner, LazyOwner)
+    run.optimizer.owner._process += 1
     with pytest.raises(sparsedp.SparseDPError, match="forked"):
         run.module.state_dict()
 
@@ -608,7 +608,7 @@ def test_settling_on_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of rows on all cores give what one thread gives."""
 
     def settled(chunk: int, threads: int) -> dict[str, Tensor]:
-        monkeypatch.setattr("sparsedp.lazy.tables._CHUNK", chunk)
+        monkeypatch.setattr("sparsedp.tables.lazy._CHUNK", chunk)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:

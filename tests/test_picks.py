@@ -23,6 +23,7 @@ from sparsedp.errors import UnsupportedError
 from sparsedp.mechanisms import Mechanism
 from sparsedp.mechanisms.fest import _selection_event
 from sparsedp.noise import RandomKey
+from sparsedp.tables import TableSpec, table_specs
 from support import make_private
 
 pytestmark = pytest.mark.filterwarnings("ignore:FEST selected no row")
@@ -41,8 +42,10 @@ def picks_in(event: DpEvent) -> Iterator[tuple[float, int]]:
             yield from picks_in(part)
 
 
-def tables_of(sizes: list[int]) -> dict[str, Tensor]:
-    return {f"table{i}": torch.empty(size, 1) for i, size in enumerate(sizes)}
+def tables_of(sizes: list[int]) -> dict[str, TableSpec]:
+    weights = {f"table{i}": torch.empty(size, 1) for i, size in enumerate(sizes)}
+    specs = table_specs(weights, weights)
+    return {name: specs[name] for name in weights}
 
 
 def mechanism_of(preselect: bool, **options: Any) -> Mechanism:
@@ -64,7 +67,7 @@ def test_no_more_rows_are_picked_than_charged(
 ) -> None:
     """Of the mechanism alone: what `prepare` picks, and what `setup_event` says."""
     mechanism, tables = mechanism_of(preselect, k=k, method=method, split=split), tables_of(sizes)
-    counts = {name: torch.arange(len(table)).double() for name, table in tables.items()}
+    counts = {name: torch.arange(table.rows).double() for name, table in tables.items()}
 
     def prepare() -> dict[str, Tensor]:
         return mechanism.prepare(tables, lambda clip: counts, RandomKey.from_seed(seed), {})
@@ -78,7 +81,7 @@ def test_no_more_rows_are_picked_than_charged(
     chosen = prepare()
     picked = sum(rows.numel() for rows in chosen.values())
     assert picked <= k
-    assert all((rows.diff() > 0).all() and rows.max() < len(tables[n]) for n, rows in chosen.items() if len(rows))
+    assert all((rows.diff() > 0).all() and rows.max() < tables[n].rows for n, rows in chosen.items() if len(rows))
     if split == "tables":
         assert [len(chosen[name]) for name in tables] == [min(size, k // len(sizes)) for size in sizes]
     else:
@@ -100,7 +103,7 @@ def test_the_noise_is_that_of_the_event(split: Any, k: int, monkeypatch: pytest.
     seen: list[float] = []
     monkeypatch.setattr("sparsedp.generator.CipherGenerator.gumbel", lambda g, size: np.ones(size))
     monkeypatch.setattr("sparsedp.mechanisms.fest._top", lambda scores, k: seen.extend(scores) or torch.arange(1))
-    selection.prepare({"a": torch.empty(3, 1)}, lambda clip: {}, RandomKey.from_seed(0))
+    selection.prepare(table_specs({"a": torch.empty(3, 1)}, "a"), lambda clip: {}, RandomKey.from_seed(0))
     assert seen == pytest.approx([1 / epsilon] * 3)
 
 
@@ -139,9 +142,9 @@ def test_no_run_picks_more_than_its_ledger_shows(
     engine, _, optimizer, _ = start(sizes, mechanism, stream=stream)
     picked: dict[int | None, int] = {}
     for span in range(3):
-        before = list(optimizer.counted)
-        optimizer.prepare(span)
-        for scope in optimizer.counted[len(before) :]:
+        before = list(optimizer.preparation.state.scopes)
+        optimizer.preparation.prepare(span)
+        for scope in optimizer.preparation.state.scopes[len(before) :]:
             picked[scope] = sum(rows.numel() for rows in optimizer.prepared.values())
     setups = [entry for entry in engine.ledger.entries if entry.setup]
     assert [entry.scope for entry in setups] == list(picked)
@@ -193,7 +196,8 @@ def test_an_audit_with_26_tables(split: Any, k: int, monkeypatch: pytest.MonkeyP
 
 def lower_bound(selection: FEST, runs: int = 600) -> float:
     """On epsilon, at 99.9 % confidence, of guessing that the unit is there if at least 18 (of one pick: 1) rows are its own."""
-    tables = {f"table{i:02}": torch.empty(2, 1) for i in range(26)}
+    weights = {f"table{i:02}": torch.empty(2, 1) for i in range(26)}
+    tables = table_specs(weights, weights)
     least = 18 if selection.split == "tables" else 1
     rates = []
     for present in (0.0, 1.0):

@@ -18,6 +18,8 @@ from torch.utils.data import DataLoader
 import sparsedp
 from sparsedp import prediction
 from sparsedp.data import generated_click_log
+from sparsedp.mechanisms import survivors
+from sparsedp.mechanisms.expectation import RowCounts
 from sparsedp.models import PCTR
 from sparsedp.prediction import Look, Prediction, find_threshold, predict
 from support import Apply, loader_of, make_private
@@ -291,12 +293,13 @@ def test_survival_against_the_sum_over_all_numbers_of_units(whole: bool, rate: f
     counts = np.array([0, 1, 2, 7, 90, 400, 1500])
     weights = np.array([1.0, 1.0, 0.3, 0.9, 0.2, 0.05, 0.01])
     threshold = 3.7
-    passed, kept = prediction._survival(counts.astype(float), weights, rate, whole, threshold, std)
+    rows = RowCounts(counts.astype(float), weights, np.ones(7, bool), rate, whole, 7.0)
+    passed, kept = survivors.survival_of_counts(rows, threshold, std)
     for i, (count, weight) in enumerate(zip(counts, weights)):
         n = np.arange(5 * count + 60)
         masses = binom.pmf(n, count, rate) if whole else poisson.pmf(n, count * rate)
         survives = norm.sf((threshold - weight * n) / std) if std else (weight * n >= threshold).astype(float)
-        normal = count * rate > prediction._EXACT
+        normal = count * rate > survivors._EXACT
         assert passed[i] == pytest.approx(
             masses @ survives, rel=0.03 if normal else 1e-9, abs=0.02 if normal else 1e-15
         )

@@ -304,7 +304,7 @@ def test_released_frequencies_lie_on_the_grid(tmp_path: Path) -> None:
     assert len(multiples.unique()) > 400 and float(multiples.abs().max()) > 500
     assert (shares * 60).std() == pytest.approx(std, rel=0.2)  # counts differ much less than their noise
     engine.save_checkpoint(tmp_path / "checkpoint.pt")
-    memory = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["memory"]
+    memory = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["prepared"]["released"]
     assert torch.equal(memory["table.weight"], shares)
 
 
@@ -317,9 +317,9 @@ def test_running_sums_of_a_checkpoint_lie_on_the_grid(tmp_path: Path) -> None:
     )  # fmt: skip
     std = selection.setup_event().noise_multiplier * 0.3  # type: ignore[union-attr]
     train(run)
-    assert len(run[2].counted) == 3
+    assert len(run[2].preparation.state.scopes) == 3
     run[0].save_checkpoint(tmp_path / "checkpoint.pt")
-    sums = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["memory"]["table.weight"]
+    sums = torch.load(tmp_path / "checkpoint.pt", weights_only=True)["prepared"]["released"]["table.weight"]
     assert (
         sums.dtype == torch.float64 and distance(sums, grid_of(std)) == 0 and distance(sums, 7 / 3 * grid_of(std)) > 0
     )

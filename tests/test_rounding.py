@@ -98,14 +98,14 @@ class Run:
         self.touched: list[Tensor] = []
         self.gradients: list[dict[str, Tensor]] = []
         self.selections: list[Tensor | None] = []
-        hand_over = self.optimizer._hand_over
+        hand_over = self.optimizer.private_step.hand_over
 
         def watched(gradient: Any) -> bool:
             self.gradients.append({name: value.clone() for name, value in gradient.values.items()})
             self.selections.append(None if gradient.selection is None else gradient.selection["table.weight"].clone())
             return hand_over(gradient)
 
-        self.optimizer._hand_over = watched
+        self.optimizer.private_step.hand_over = watched
 
     def train(self, steps: int) -> Run:
         rows = []
@@ -234,7 +234,7 @@ def groups(run: Run) -> tuple[np.ndarray, np.ndarray]:
     touches, selected = np.zeros(ROWS, int), np.zeros(ROWS, int)
     hits = np.zeros(ROWS, int)
     for rows, selection in zip(run.touched, run.selections):
-        chosen = np.arange(ROWS) if selection is None or run.optimizer.lazy is not None else selection.numpy()
+        chosen = np.arange(ROWS) if selection is None or run.optimizer.owner.adds_noise else selection.numpy()
         np.add.at(touches, rows.numpy(), 1)
         np.add.at(selected, chosen, 1)
         np.add.at(hits, np.intersect1d(chosen, rows.numpy()), 1)

@@ -12,6 +12,7 @@ from torch import nn
 import sparsedp
 from sparsedp.capture import RowNorms, RowSpace, TouchedRows, kernels
 from sparsedp.capture.uses import Lookup, ParameterUses
+from sparsedp.contribution import Contribution
 from support import loader_of
 
 
@@ -105,7 +106,7 @@ def test_clipped_counts(path: str, clip: float) -> None:
     ones[0], ones[1] = False, True
     scale = (clip / ones.sum(1).clamp_min(1).double().sqrt()).clamp_max(1)
     pairs = ones.nonzero()[torch.randperm(int(ones.sum()), generator=generator())]
-    found = kernels.clipped_counts(*pairs.T.contiguous(), clip, 20, 11)
+    found = Contribution(clip).sums(*pairs.T.contiguous(), 20, 11)
     torch.testing.assert_close(found, torch.nn.functional.pad((ones * scale[:, None]).sum(0), (0, 2)))
 
 

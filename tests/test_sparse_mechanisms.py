@@ -21,8 +21,8 @@ import sparsedp
 from sparsedp import EANA, FEST, AdaFEST, ExponentialSelection
 from sparsedp.accounting import epsilon_of, get_epsilon, split_multiplier
 from sparsedp.capture import RowSpace
+from sparsedp.contribution import contribution_map
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
-from sparsedp.mechanisms.contribution import contribution_map
 from sparsedp.mechanisms.exponential import top_k_gumbel
 from sparsedp.mechanisms.survivors import draw_survivors, log_survival
 from sparsedp.noise import RandomKey
@@ -65,10 +65,13 @@ def test_fast_selection_has_the_law_of_the_naive_one(threshold: float) -> None:
     rows, values, size, std, draws = np.array([1, 4, 5, 11]), np.array([0.5, 3.0, 1.0, 2.0]), 16, 1.2, 6000
     counts = {}
     for index, draw in enumerate((draw_survivors, naive)):
-        g = np.random.default_rng(index) if draw is naive else RandomKey.from_seed(index).generator()
+        g, key = np.random.default_rng(index), RandomKey.from_seed(index)
         picked = np.zeros((draws, size), dtype=bool)
         for i in range(draws):
-            chosen = draw(rows, values, size, threshold, std, g)
+            if draw is naive:
+                chosen = naive(rows, values, size, threshold, std, g)
+            else:
+                chosen = draw_survivors(rows, values, range(size), threshold, std, key.child(i))
             assert (np.diff(chosen) > 0).all()
             picked[i, chosen] = True
         counts[draw.__name__] = picked
@@ -94,9 +97,9 @@ def test_huge_vocabularies_and_tiny_probabilities(log_p: float) -> None:
     for _ in range(200):
         threshold = (low + high) / 2
         low, high = (threshold, high) if log_survival(threshold, std) > log_p else (low, threshold)
-    g = RandomKey.from_seed(0).generator()
+    key = RandomKey.from_seed(0)
     rows = np.array([0, 2**39, 2**40 - 1])
-    found = [draw_survivors(rows, np.full(3, 1e9), size, threshold, std, g) for _ in range(draws)]
+    found = [draw_survivors(rows, np.full(3, 1e9), range(size), threshold, std, key.child(i)) for i in range(draws)]
     assert all(set(rows) <= set(chosen) and chosen.max() < size for chosen in found)
     total, expected = sum(len(chosen) - 3 for chosen in found), draws * size * math.exp(log_p)
     assert abs(total - expected) < 6 * math.sqrt(expected) + 1e-6
@@ -477,9 +480,9 @@ def test_top_k_gumbel_has_the_law_of_the_naive_one() -> None:
     dense = np.zeros(size)
     dense[rows] = scores
     counts = np.zeros((2, size))
-    g, other = RandomKey.from_seed(0).generator(), np.random.default_rng(0)
-    for _ in range(draws):
-        fast = top_k_gumbel(rows, scores, size, k, g)
+    key, other = RandomKey.from_seed(0), np.random.default_rng(0)
+    for i in range(draws):
+        fast = top_k_gumbel(rows, scores, (4, 0, size - 4), k, [key.child(i, table) for table in range(3)])
         assert len(set(fast)) == k
         counts[0, fast] += 1
         counts[1, np.argsort(-(dense + other.gumbel(size=size)))[:k]] += 1
@@ -487,9 +490,9 @@ def test_top_k_gumbel_has_the_law_of_the_naive_one() -> None:
 
 
 def test_top_k_of_few_rows() -> None:
-    g = RandomKey.from_seed(0).generator()
-    assert top_k_gumbel(np.array([0, 1]), np.zeros(2), 2, 5, g).tolist() == [0, 1]
-    assert len(top_k_gumbel(np.empty(0, np.int64), np.empty(0), 10, 4, g)) == 4
+    keys = [RandomKey.from_seed(0)]
+    assert top_k_gumbel(np.array([0, 1]), np.zeros(2), (2,), 5, keys).tolist() == [0, 1]
+    assert len(top_k_gumbel(np.empty(0, np.int64), np.empty(0), (10,), 4, keys)) == 4
 
 
 def test_scores_of_neighbours_move_apart_by_at_most_twice_the_clip() -> None:
@@ -497,11 +500,12 @@ def test_scores_of_neighbours_move_apart_by_at_most_twice_the_clip() -> None:
     from sparsedp.clipping import Clipping
     from sparsedp.mechanisms import Step
     from sparsedp.mechanisms.exponential import _row_norms
+    from sparsedp.tables import table_specs
 
     torch.manual_seed(0)
     module = TwoTables()
     clip = 0.3
-    tables = {"a.weight": module.a.weight.detach(), "b.weight": module.b.weight.detach()}
+    tables = table_specs(dict(module.named_parameters()), ("a.weight", "b.weight"))
     step = Step(tables, 1.0, Clipping(clip), lambda captured: 1.0, RandomKey.from_seed(0), {})
     space = RowSpace.of(tables)
     ids = torch.randint(50, (12,))

@@ -642,7 +642,7 @@ def test_running_frequencies_follow_the_spans() -> None:
         # Row 0 was trained in the first two spans (13 steps) and never after.
         assert not torch.equal(tables[11][0], tables[12][0]) and torch.equal(tables[12][0], tables[-1][0])
         assert torch.equal(tables[2][20], tables[0][20]) and not torch.equal(tables[12][20], tables[-1][20])
-        assert optimizer.memory["table.weight"].shape == (50,)
+        assert optimizer.preparation.state.released["table.weight"].shape == (50,)
 
 
 def test_noise_is_fresh_in_every_span_and_has_the_scale_that_was_paid_for() -> None:
@@ -655,8 +655,8 @@ def test_noise_is_fresh_in_every_span_and_has_the_scale_that_was_paid_for() -> N
     sums = [torch.zeros(4000, dtype=torch.float64)]
 
     def note() -> None:
-        if not torch.equal(sums[-1], run[2].memory["table.weight"]):
-            sums.append(run[2].memory["table.weight"].clone())
+        if not torch.equal(sums[-1], run[2].preparation.state.released["table.weight"]):
+            sums.append(run[2].preparation.state.released["table.weight"].clone())
 
     train(*run[1:], epochs=2, each=note)
     scale = CHOICE.noise_multiplier  # type: ignore[union-attr]
@@ -738,9 +738,12 @@ def test_resumed_equals_uninterrupted(tmp_path: Path, name: str) -> None:
         steps(second, 38 - at)
         assert second[0].ledger == whole[0].ledger and second[0].ledger.steps == 38
         assert second[0].get_epsilon(1e-5) == whole[0].get_epsilon(1e-5)
-        for one, other in ((whole[1].state_dict(), second[1].state_dict()), (whole[2].memory, second[2].memory)):
+        for one, other in (
+            (whole[1].state_dict(), second[1].state_dict()),
+            (whole[2].preparation.state.released, second[2].preparation.state.released),
+        ):
             assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
-        assert whole[2].counted == second[2].counted
+        assert whole[2].preparation.state.scopes == second[2].preparation.state.scopes
 
 
 def test_resumed_with_workers(tmp_path: Path) -> None:
@@ -768,7 +771,9 @@ def test_an_unseeded_run_goes_on_with_fresh_noise_and_pays_no_release_twice(tmp_
         steps(again, 31)
         assert [entry.scope for entry in again[0].ledger.entries if entry.setup] == [0, 1, 2]
         assert again[0].get_epsilon(1e-5) == again[0].plan.epsilon(38, 1e-5)
-        sums.append(again[2].memory["table.weight"] - first[2].memory["table.weight"])
+        sums.append(
+            again[2].preparation.state.released["table.weight"] - first[2].preparation.state.released["table.weight"]
+        )
     assert not torch.equal(*sums)  # the third span's noise is drawn anew
 
 
@@ -784,9 +789,9 @@ def test_going_back_keeps_what_was_seen_in_its_scope(tmp_path: Path) -> None:
     assert engine.ledger.steps == 4 and engine.ledger.abandoned == 12
     assert [engine.ledger.taken(s) for s in range(3)] == [14, 2, 0]
     assert engine.get_epsilon(1e-5) == before
-    old = run[2].memory["table.weight"].clone()
+    old = run[2].preparation.state.released["table.weight"].clone()
     steps(run, 3)  # comes to the second span again, which is counted again, with other noise, and paid for again
-    assert engine.ledger.setups(1) == 2 and not torch.equal(run[2].memory["table.weight"], old)
+    assert engine.ledger.setups(1) == 2 and not torch.equal(run[2].preparation.state.released["table.weight"], old)
     wanted = [
         composed((step_event(0), 15), (FEST(epsilon=1.0).setup_event(), 1)),  # type: ignore[arg-type]
         composed((step_event(1), 4), (FEST(epsilon=1.0).setup_event(), 2)),  # type: ignore[arg-type]

@@ -23,17 +23,17 @@ from sparsedp.capture import Captured, RowNorms, RowSpace
 from sparsedp.capture.uses import Lookup, ParameterUses
 from sparsedp.cli.main import main
 from sparsedp.clipping import Clipping
+from sparsedp.contribution import contribution_map, touched_pairs
 from sparsedp.counting import count_rows
 from sparsedp.data import generated_click_log, open_click_log, write_click_log
 from sparsedp.data.clickparse import COLUMNS, detect_layout, parse_block, parse_block_python
 from sparsedp.frequencies import count_lookups
 from sparsedp.grid import grid_of
-from sparsedp.mechanisms.contribution import contribution_map, touched_pairs
 from sparsedp.noise import RandomKey, zero_others
 from sparsedp.plan import PrivacyPlan, default_delta
 from sparsedp.prediction import predict
-from sparsedp.refusals import find_tables
 from sparsedp.sampling import BatchInfo, PrivateLoader, Users, private_loader
+from sparsedp.tables import find_tables
 from support import Apply, Clicks, Gradients, capture_uses, clicks, dense, make_private, one_by_one, unit_loss
 from test_capture import CASES
 from test_generated_models import BLOCKS, HEADS, ROWS, Generated
@@ -660,10 +660,10 @@ def test_neighbours_of_a_private_step(mechanism: str, reduction: str) -> None:
         return found
 
     def released(keep: Tensor, noise: bool) -> Tensor:
-        gradient = optimizer._begin(selection)
-        optimizer._accumulate(captured(keep), gradient)
+        gradient = optimizer.private_step.begin(selection)
+        optimizer.private_step.add(captured(keep), gradient)
         if noise:
-            optimizer._add_noise(gradient)
+            optimizer.private_step.add_noise(gradient)
         else:
             for sums in gradient.sums.values():
                 zero_others(sums)
@@ -674,10 +674,10 @@ def test_neighbours_of_a_private_step(mechanism: str, reduction: str) -> None:
         return [float((whole - released(owners != user, noise)).norm()) for user in range(4)]
 
     everyone = torch.ones(9, dtype=torch.bool)
-    tables = optimizer._trained_tables()
+    tables = optimizer.private_step.trained_tables()
     with torch.no_grad():
         selection = engine.plan.mechanism.select(
-            [torch.enable_grad()(captured)(everyone)], optimizer._step_context(0, tables)
+            [torch.enable_grad()(captured)(everyone)], optimizer.private_step.context(0, tables)
         )
     with torch.enable_grad():
         if selection is not None:

@@ -17,8 +17,8 @@ from sparsedp.accounting import split_multiplier
 from sparsedp.engine import PrivacyEngine
 from sparsedp.mechanisms import AdaFEST, Mechanism
 from sparsedp.optimizer import PrivateOptimizer
-from sparsedp.refusals import find_tables
 from sparsedp.sampling import BatchInfo
+from sparsedp.tables import find_tables
 
 NOISE_RATIO = 5.0  # of AdaFEST's map and gradient
 

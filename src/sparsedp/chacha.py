@@ -132,34 +132,44 @@ def fill_rows(out: np.ndarray, rows: np.ndarray, std: float | np.ndarray, key: n
     _fill_rows(out.reshape(-1), out.shape[1], rows, _scales(std, rows, 1.0, out.dtype), key)
 
 
-def add_rows(
-    table: np.ndarray, rows: np.ndarray, std: float | np.ndarray, grid: float, key: np.ndarray,
-    factor: np.ndarray | None = None,
-) -> None:  # fmt: skip
-    """table[rows[i]], of (any, dim), becomes factor[i] times itself plus what `fill_rows` would draw for it, but for rounding.
+def fill_row_words(out: np.ndarray, rows: np.ndarray, key: np.ndarray) -> None:
+    """Overwrites out[i], of (n,) uint64, with uniform bits: a function of the key and of rows[i] alone."""
+    if out.ndim != 1 or out.dtype != np.uint64 or not (out.flags.c_contiguous and out.flags.writeable):
+        raise SparseDPError(f"out must be a contiguous vector of uint64, not {out.dtype} of shape {out.shape}.")
+    _check_key(key)
+    _fill_row_words(out, _checked_rows(rows), key)
 
-    Each element is rounded to a multiple of `grid`, a power of two. `rows` (n,) are distinct; `factor` (n,) None: 1.
+
+def add_rows(
+    table: np.ndarray, places: np.ndarray, std: float | np.ndarray, grid: float, key: np.ndarray,
+    factor: np.ndarray | None = None, rows: np.ndarray | None = None,
+) -> None:  # fmt: skip
+    """table[places[i]], of (any, dim), becomes factor[i] times itself plus what `fill_rows` would draw for rows[i].
+
+    Each element is rounded to a multiple of `grid`, a power of two. `places` (n,) are distinct; `factor` (n,) None: 1.
+    `rows` (n,) None: a place in the table is the number of its row, as it is not where `table` holds a part of the rows.
     """
     _check(table, 2, key)
     _check_grid(grid, table)
-    rows = _checked_rows(rows, len(table))
+    places = _checked_rows(places, len(table))
+    rows = _numbers(rows, places)
     factors = _scales(1.0 if factor is None else factor, rows, 1 / grid, table.dtype)
     scales = _scales(std, rows, 1 / grid, table.dtype)
-    _add_rows(table.reshape(-1), table.shape[1], rows, factors, scales, table.dtype.type(grid), key)
+    _add_rows(table.reshape(-1), table.shape[1], places, rows, factors, scales, table.dtype.type(grid), key)
 
 
 def move_pairs(
-    table: np.ndarray, other: np.ndarray, rows: np.ndarray, drift: np.ndarray, std: np.ndarray, shift: np.ndarray | None,
-    grids: tuple[float, float], keys: tuple[np.ndarray, np.ndarray],
+    table: np.ndarray, other: np.ndarray, places: np.ndarray, drift: np.ndarray, std: np.ndarray, shift: np.ndarray | None,
+    grids: tuple[float, float], keys: tuple[np.ndarray, np.ndarray], rows: np.ndarray | None = None,
 ) -> None:  # fmt: skip
     """Moves rows of two tables (any, dim) together, by noise that they share:
 
         x = drift[0] table + drift[1] other + std[0] (z + shift)
         y = drift[2] table + drift[3] other + std[1] (z + shift) + std[2] z'
 
-    become table[rows[i]] and other[rows[i]], rounded to multiples of the two grids, powers of two (0: not rounded).
+    become table[places[i]] and other[places[i]], rounded to multiples of the two grids, powers of two (0: not rounded).
     `drift` is (4, n) and `std` (3, n), float64; `shift` (n, dim) or None. z is what `fill_rows` draws for a row with the
-    first key and z' with the second, but for rounding. All is computed in float64. `rows` (n,) are distinct.
+    first key and z' with the second, but for rounding. All is computed in float64. `places` and `rows` are as in `add_rows`.
     """
     for one in (table, other):
         _check(one, 2, keys[0])
@@ -167,7 +177,8 @@ def move_pairs(
         if grid:
             _check_grid(grid, table)
     _check_key(keys[1])
-    rows = _checked_rows(rows, len(table))
+    places = _checked_rows(places, len(table))
+    rows = _numbers(rows, places)
     if other.shape != table.shape or other.dtype != table.dtype:
         raise SparseDPError(
             f"Both tables must be alike, not {table.dtype} {table.shape} and {other.dtype} {other.shape}."
@@ -180,8 +191,8 @@ def move_pairs(
     if shift is not None and shifts.shape != (len(rows), table.shape[1]):
         raise SparseDPError(f"shift must be {(len(rows), table.shape[1])}, not {shifts.shape}.")
     _move_pairs(
-        table.reshape(-1), other.reshape(-1), table.shape[1], rows, np.ascontiguousarray(drift), np.ascontiguousarray(std),
-        shifts, float(grids[0]), float(grids[1]), *keys,
+        table.reshape(-1), other.reshape(-1), table.shape[1], places, rows, np.ascontiguousarray(drift),
+        np.ascontiguousarray(std), shifts, float(grids[0]), float(grids[1]), *keys,
     )  # fmt: skip
 
 
@@ -196,6 +207,15 @@ def _checked_rows(rows: np.ndarray, count: int | None = None) -> np.ndarray:
     if count is not None and rows.size and rows.max() >= count:
         raise SparseDPError(f"The table has {count} rows, but row {rows.max()} is to get noise.")
     return rows
+
+
+def _numbers(rows: np.ndarray | None, places: np.ndarray) -> np.ndarray:
+    """The numbers of the rows at some places."""
+    if rows is None:
+        return places
+    if np.shape(rows) != places.shape:
+        raise SparseDPError(f"rows must be {len(places)} integers, one for each place, not {np.shape(rows)}.")
+    return _checked_rows(rows)
 
 
 def _scales(values: float | np.ndarray, rows: np.ndarray, unit: float, dtype: np.dtype) -> np.ndarray:
@@ -349,72 +369,101 @@ def _fill_mask(out: np.ndarray, below: np.uint64, value: float, key: np.ndarray,
 @njit(cache=True, nogil=True)
 def _fill_rows(out: np.ndarray, dim: int, rows: np.ndarray, std: np.ndarray, key: np.ndarray) -> None:
     start, words, radii, points = _memory(key, out)
-    width, mask = len(points) // LANES, len(radii) - 1  # the second half of the points has the radii of the first
-    blocks = (dim + width - 1) // width
+    moved = np.empty(_WORDS, np.uint32)
+    half, second = len(radii) // LANES, len(radii)
+    width = 2 * half
+    blocks, drawn = (dim + width - 1) // width, min(half, dim)
     for begin in range(0, len(rows) * blocks, LANES):
         used = _place(start, rows, blocks, begin)
-        _draw(radii, points, words, start)
+        _draw_rows(radii, points, words, moved, start, drawn)
         for lane in range(used):
             i, block = (begin + lane) // blocks, (begin + lane) % blocks
-            # Unsigned, or each access would test for an index from the end.
-            at, count, scale = uint64(i * dim + block * width), min(width, dim - block * width), std[i]
-            for k in range(count):
-                number = k * LANES + lane
-                out[at + uint64(k)] = scale * (radii[number & mask] * points[number])
+            scale = std[i]
+            for side in range(2):
+                column = block * width + side * half
+                target = out[i * dim + column : i * dim + min(dim, column + half)]
+                source, angle = radii[lane * drawn :], points[side * second + lane * drawn :]
+                for k in range(len(target)):
+                    target[k] = scale * (source[k] * angle[k])
+                if column + half >= dim:
+                    break
+
+
+@njit(cache=True, nogil=True)
+def _fill_row_words(out: np.ndarray, rows: np.ndarray, key: np.ndarray) -> None:
+    start, words = _start(key), np.empty(_WORDS, np.uint32)
+    for begin in range(0, len(rows), LANES):
+        used = _place(start, rows, 1, begin)
+        _switch(start, _PLAIN)
+        _cipher(words, start, ROUNDS)
+        _switch(start, _PLAIN)
+        for lane in range(used):
+            out[begin + lane] = uint64(words[lane]) << uint64(32) | uint64(words[LANES + lane])
 
 
 @njit(cache=True, nogil=True)
 def _add_rows(
-    out: np.ndarray, dim: int, rows: np.ndarray, factor: np.ndarray, std: np.ndarray, grid: float, key: np.ndarray
-) -> None:
+    out: np.ndarray, dim: int, places: np.ndarray, rows: np.ndarray, factor: np.ndarray, std: np.ndarray, grid: float,
+    key: np.ndarray,
+) -> None:  # fmt: skip
     """`std` and `factor` are in units of the grid."""
     start, words, radii, points = _memory(key, out)
-    width, mask = len(points) // LANES, len(radii) - 1  # the second half of the points has the radii of the first
-    blocks = (dim + width - 1) // width
+    moved = np.empty(_WORDS, np.uint32)
+    half, second = len(radii) // LANES, len(radii)
+    width = 2 * half
+    blocks, drawn = (dim + width - 1) // width, min(half, dim)
     for begin in range(0, len(rows) * blocks, LANES):
         used = _place(start, rows, blocks, begin)
-        _draw(radii, points, words, start)
+        _draw_rows(radii, points, words, moved, start, drawn)
         for lane in range(used):
             i, block = (begin + lane) // blocks, (begin + lane) % blocks
-            at, count = uint64(rows[i] * dim + block * width), min(width, dim - block * width)
-            scale, kept = std[i], factor[i]
-            for k in range(count):
-                number, own = k * LANES + lane, kept * out[at + uint64(k)]
-                out[at + uint64(k)] = grid * np.rint(_fma(scale * radii[number & mask], points[number], own))
+            # Unsigned, or each access would test for an index from the end.
+            at, source = uint64(places[i] * dim + block * width), uint64(lane * drawn)
+            scale, kept, count = std[i], factor[i], uint64(min(width, dim - block * width))
+            for k in range(min(count, uint64(half))):
+                own = kept * out[at + k]
+                out[at + k] = grid * np.rint(_fma(scale * radii[source + k], points[source + k], own))
+            at, angle = at + uint64(half), source + uint64(second)
+            for k in range(max(count, uint64(half)) - uint64(half)):
+                own = kept * out[at + k]
+                out[at + k] = grid * np.rint(_fma(scale * radii[source + k], points[angle + k], own))
 
 
 @njit(cache=True, nogil=True)
 def _move_pairs(
-    table: np.ndarray, other: np.ndarray, dim: int, rows: np.ndarray, drift: np.ndarray, std: np.ndarray,
-    shift: np.ndarray, grid: float, other_grid: float, key: np.ndarray, other_key: np.ndarray,
+    table: np.ndarray, other: np.ndarray, dim: int, places: np.ndarray, rows: np.ndarray, drift: np.ndarray,
+    std: np.ndarray, shift: np.ndarray, grid: float, other_grid: float, key: np.ndarray, other_key: np.ndarray,
 ) -> None:  # fmt: skip
     start, words, radii, points = _memory(key, table)
     start2, words, radii2, points2 = _memory(other_key, table)
-    width, mask = len(points) // LANES, len(radii) - 1  # the second half of the points has the radii of the first
-    blocks = (dim + width - 1) // width
+    moved = np.empty(_WORDS, np.uint32)
+    half, second_half = len(radii) // LANES, len(radii)
+    width = 2 * half
+    blocks, drawn = (dim + width - 1) // width, min(half, dim)
     for begin in range(0, len(rows) * blocks, LANES):
         used = _place(start, rows, blocks, begin)
-        _draw(radii, points, words, start)
+        _draw_rows(radii, points, words, moved, start, drawn)
         second = False
         for lane in range(used):
             second |= std[2, (begin + lane) // blocks] != 0
         if second:
             _place(start2, rows, blocks, begin)
-            _draw(radii2, points2, words, start2)
+            _draw_rows(radii2, points2, words, moved, start2, drawn)
         for lane in range(used):
             i, block = (begin + lane) // blocks, (begin + lane) % blocks
             column, count = block * width, min(width, dim - block * width)
-            at = uint64(rows[i] * dim + column)
+            at = uint64(places[i] * dim + column)
             for k in range(count):
-                number = k * LANES + lane
-                z = float64(radii[number & mask]) * float64(points[number])
+                radius = lane * drawn + k % half
+                point = radius + second_half * (k // half)
+                z = float64(radii[radius]) * float64(points[point])
                 if len(shift):
                     z += float64(shift[i, column + k])
                 w, v = float64(table[at + uint64(k)]), float64(other[at + uint64(k)])
                 x = drift[0, i] * w + drift[1, i] * v + std[0, i] * z
                 y = drift[2, i] * w + drift[3, i] * v + std[1, i] * z
                 if std[2, i] != 0:
-                    y += std[2, i] * (float64(radii2[number & mask]) * float64(points2[number]))
+                    y += std[2, i] * (float64(radii2[radius]) * float64(points2[point]))
                 table[at + uint64(k)] = grid * np.rint(x / grid) if grid else x
                 other[at + uint64(k)] = other_grid * np.rint(y / other_grid) if other_grid else y
 
@@ -447,10 +496,10 @@ def _draw(radii: np.ndarray, points: np.ndarray, words: np.ndarray, start: np.nd
         _switch(start, _DOUBLE)
         _cipher(words, start, ROUNDS)
         _switch(start, _DOUBLE)
-        _box_muller_double(words, radii, points)
+        _box_muller_double(words, radii, points, _PAIRS // 2)
         return
     _cipher(words, start, ROUNDS)
-    _box_muller(words, radii, points)
+    _box_muller(words, radii, points, _PAIRS)
     smallest = uint32(0xFFFFFFFF)
     for i in range(_PAIRS):
         smallest = min(smallest, words[i])
@@ -459,7 +508,54 @@ def _draw(radii: np.ndarray, points: np.ndarray, words: np.ndarray, start: np.nd
         _switch(start, _TAIL)
         _cipher(more, start, ROUNDS)
         _switch(start, _TAIL)
-        _box_muller_tail(words, more, radii)
+        _box_muller_tail(words, more, radii, _PAIRS)
+
+
+@njit(cache=True, nogil=True)
+def _draw_rows(
+    radii: np.ndarray, points: np.ndarray, words: np.ndarray, moved: np.ndarray, start: np.ndarray, drawn: int
+) -> None:
+    """As `_draw`, with the normals of a lane side by side: the first `drawn` pairs of lane l begin at l * drawn.
+
+    A row is then written from neighbours. Pair k of a lane holds its numbers k and k + half, half the pairs of a block.
+    `words` and `moved` are working memory.
+    """
+    if radii.itemsize == 8:
+        _switch(start, _DOUBLE)
+        _cipher(words, start, ROUNDS)
+        _switch(start, _DOUBLE)
+        _gather(moved, words, 4, drawn)
+        _box_muller_double(moved, radii, points, LANES * drawn)
+        return
+    _cipher(words, start, ROUNDS)
+    _gather(moved, words, 2, drawn)
+    _box_muller(moved, radii, points, LANES * drawn)
+    smallest = uint32(0xFFFFFFFF)
+    for i in range(LANES * drawn):
+        smallest = min(smallest, moved[i])
+    if smallest < _SHORT:
+        more = np.empty(_WORDS, np.uint32)
+        _switch(start, _TAIL)
+        _cipher(words, start, ROUNDS)
+        _switch(start, _TAIL)
+        _gather(more, words, 2, drawn)
+        _box_muller_tail(moved, more, radii, LANES * drawn)
+
+
+@njit(cache=True, nogil=True)
+def _gather(moved: np.ndarray, words: np.ndarray, parts: int, drawn: int) -> None:
+    """Puts the words of a lane side by side, in each of so many parts the first `drawn`."""
+    each = 16 // parts
+    for part in range(parts):
+        target, source = moved[part * each * LANES :], words[part * each * LANES :]
+        if drawn == 8:
+            for lane in range(LANES):
+                for k in range(8):
+                    target[lane * 8 + k] = source[k * LANES + lane]
+        else:
+            for lane in range(LANES):
+                for k in range(drawn):
+                    target[lane * drawn + k] = source[k * LANES + lane]
 
 
 @njit(cache=True, nogil=True)
@@ -541,28 +637,28 @@ def _rotated(x: np.uint32, n: int) -> np.uint32:
 
 
 @njit(cache=True, nogil=True)
-def _box_muller(words: np.ndarray, radii: np.ndarray, points: np.ndarray) -> None:
-    """Pair i has u from word i, within [2^-32, 1 - 2^-24], and its angle from the word _PAIRS further on."""
-    for i in range(_PAIRS):
+def _box_muller(words: np.ndarray, radii: np.ndarray, points: np.ndarray, count: int) -> None:
+    """Pair i of `count` has u from word i, within [2^-32, 1 - 2^-24], and its angle from the word _PAIRS further on."""
+    for i in range(count):
         u = _fma(float32(int32(uint32(words[i] >> uint32(1)))), float32(2.0**-31), float32(2.0**-32))
         radii[i] = _radius(min(u, float32(1 - 2.0**-24)))
         points[i], points[_PAIRS + i] = _circle(words[_PAIRS + i])
 
 
 @njit(cache=True, nogil=True)
-def _box_muller_tail(words: np.ndarray, more: np.ndarray, radii: np.ndarray) -> None:
+def _box_muller_tail(words: np.ndarray, more: np.ndarray, radii: np.ndarray, count: int) -> None:
     """The radii again, with 64 bits for u, where a word is short: u lies within [2^-65, 2^-16]."""
-    for i in range(_PAIRS):
+    for i in range(count):
         if words[i] < _SHORT:
             long = (uint64(words[i]) << uint64(33)) | (uint64(more[i]) << uint64(1)) | uint64(1)
             radii[i] = _radius(float32(int64(long)) * float32(2.0**-65))
 
 
 @njit(cache=True, nogil=True)
-def _box_muller_double(words: np.ndarray, radii: np.ndarray, points: np.ndarray) -> None:
-    """Four words make a pair: 64 bits for u, within [2^-65, 1 - 2^-53], and 64 bits for the angle."""
+def _box_muller_double(words: np.ndarray, radii: np.ndarray, points: np.ndarray, count: int) -> None:
+    """Four words make one of `count` pairs: 64 bits for u, within [2^-65, 1 - 2^-53], and 64 bits for the angle."""
     n = _PAIRS // 2
-    for i in range(n):
+    for i in range(count):
         u = float64(words[i]) * 2.0**-32 + (float64(words[n + i]) + 0.5) * 2.0**-64
         angle = 2 * math.pi * (float64(words[2 * n + i]) * 2.0**-32 + float64(words[3 * n + i]) * 2.0**-64)
         radii[i] = math.sqrt(-2 * math.log(min(u, 1 - 2.0**-53)))

@@ -24,13 +24,14 @@ from sparsedp.accounting.ledger import Ledger
 from sparsedp.errors import CheckpointError, one_line
 from sparsedp.mapped import PIECE, copy_mapped
 from sparsedp.plan import PrivacyPlan
+from sparsedp.preparation import Prepared
 from sparsedp.sampling import PrivateLoader
 from sparsedp.signature import same, sign
 
 if TYPE_CHECKING:
     from sparsedp.optimizer import PrivateOptimizer
 
-_FORMAT = "sparsedp-checkpoint-2"
+_FORMAT = "sparsedp-checkpoint-3"
 # Checkpoints that a lineage reaches back to.
 _MARKS = 1000
 _KEYS = {
@@ -44,8 +45,6 @@ _KEYS = {
     "optimizer",
     "loader",
     "prepared",
-    "counted",
-    "memory",
     "seed",
     "torch_generator",
     "extra",
@@ -89,11 +88,9 @@ class State:
     plan: PrivacyPlan
     lineage: Lineage  # the last is this checkpoint's own
     model: dict[str, Any]  # if read, its tensors are mapped, and those of the optimizer: copy what is to be kept
-    optimizer: dict[str, Any]
+    optimizer: dict[str, Any]  # by the parameters' names
     loader: dict[str, Any]
-    prepared: dict[str, torch.Tensor] | None  # what the mechanism decided ahead of its steps, on the data
-    counted: list[int | None]  # of these scopes, and what it keeps of them for the next
-    memory: dict[str, torch.Tensor]
+    prepared: Prepared  # what the mechanism decided ahead of its steps, on the data
     seed: int | None
     extra: dict[str, Any]
     notes: list[str] = field(default_factory=list)  # of the statement
@@ -117,9 +114,7 @@ def save(path: str | os.PathLike[str], state: State, key: bytes | None = None) -
         "model": state.model,
         "optimizer": state.optimizer,
         "loader": state.loader,
-        "prepared": state.prepared,
-        "counted": state.counted,
-        "memory": state.memory,
+        "prepared": state.prepared.to_dict(),
         "seed": state.seed,
         "torch_generator": generator,
         "extra": state.extra,
@@ -179,9 +174,7 @@ def load(
         model=content["model"],
         optimizer=content["optimizer"],
         loader=content["loader"],
-        prepared=content["prepared"],
-        counted=content["counted"],
-        memory=content["memory"],
+        prepared=Prepared(**content["prepared"]),
         seed=content["seed"],
         extra=content["extra"],
         notes=content["notes"],
@@ -222,7 +215,7 @@ def restore(
     """Puts a state in place, all but weights and the optimizer's tensors: these the function copies that it returns.
 
     What can fail is tried on the side, so that a failure changes nothing; what is copied has its place then. If the copying
-    is interrupted, `optimizer.mixed` stays True and the ledger has paid for both states.
+    is interrupted, `optimizer.partly_loaded` stays True and the ledger has paid for both states.
     `common` is what the ledger has in common with the checkpoint's.
     """
     _check_model(state.model, module)
@@ -234,7 +227,7 @@ def restore(
     before, position = _shared(optimizer.state_dict()), loader.state_dict()
     old = {parameter: dict(own) for parameter, own in optimizer.state.items() if isinstance(own, dict)}
     try:
-        optimizer.load_state_dict(state.optimizer)
+        optimizer.load_named_state_dict(state.optimizer)
         loader.load_state_dict(state.loader)
         copies = _make_room(optimizer.state, old)
     except Exception as error:
@@ -242,9 +235,9 @@ def restore(
         loader.load_state_dict(position)
         raise CheckpointError(f"The checkpoint does not fit the optimizer or the loader: {error}") from error
     ledger.go_back(saved, common)
-    optimizer.mixed = True
+    optimizer.partly_loaded = True
     optimizer.forget()
-    optimizer.prepared, optimizer.counted, optimizer.memory = state.prepared, list(state.counted), dict(state.memory)
+    optimizer.preparation.state = state.prepared
     if state.torch_generator is not None:
         torch.set_rng_state(state.torch_generator)
 
@@ -252,7 +245,7 @@ def restore(
         for target, source in copies:
             copy_mapped(target, source)
         _load_model(state.model, module)
-        optimizer.mixed = False
+        optimizer.partly_loaded = False
 
     return finish
 

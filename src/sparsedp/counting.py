@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 
 from sparsedp.capture import Capture, Captured, RowSpace
+from sparsedp.contribution import Contribution
 from sparsedp.nn.fallback import real_ids
 from sparsedp.sampling import BatchInfo, PrivateLoader, owners_of, whole_users
 
@@ -33,9 +34,9 @@ def count_rows(
 
     With `indices`, over these units only: examples by their places in the data set, users by their numbers.
 
-    A unit adds min(1, clip / sqrt(n)) to each of the n distinct rows that it touches; 1 if `clip` is None. The module's
-    forward pass decides what a unit touches. `inputs(batch)` gives its arguments; by default a tuple without its last
-    element, the target, or a dict as keyword arguments.
+    What a unit adds to the rows that it touches is a `Contribution`. The module's forward pass decides what a unit touches.
+    `inputs(batch)` gives its arguments; by default a tuple without its last element, the target, or a dict as keyword
+    arguments.
     """
     parameters = dict(module.named_parameters())
     space = RowSpace.of({name: parameters[name] for name in tables})
@@ -49,8 +50,8 @@ def count_touches(
 ) -> tuple[Tensor, Tensor]:
     """For each global row, how many units touch it, int64, and the sum of their contributions to it, float64; (rows,).
 
-    A unit adds min(1, clip / sqrt(n)) to each of its n distinct rows, as in `contribution_map`; 1 if `clip` is None.
-    `within` (global rows) restricts what is added and n, but not what is counted.
+    What a unit adds to its rows is a `Contribution`. `within` (global rows) restricts what is added, and the number of rows
+    that decides how much it is, but not what is counted.
     """
     counts = torch.zeros(space.size, dtype=torch.long)
     sums = torch.zeros(space.size, dtype=torch.float64)
@@ -73,9 +74,7 @@ def count_touches(
         for table in whole:
             counts[table] += captured.units
             own += eligible[table].sum()
-        shares = torch.ones(captured.units, dtype=torch.float64)
-        if clip is not None:
-            shares = (clip / own.clamp_min(1).double().sqrt()).clamp_max(1.0)
+        shares = Contribution(clip).shares(own)
         sums[touched.rows] += torch.bincount(at, shares[units], touched.rows.numel())
         for table in whole:
             sums[table] += shares.sum() * eligible[table]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -17,32 +16,25 @@ from sparsedp import checkpoint, leaving
 from sparsedp.accounting.epsilon import dp_accounting_above, epsilon_of
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.accounting.registry import find_accountant
-from sparsedp.capture import Capture, Draws, PublicInputs, RowSpace
+from sparsedp.capture import Capture, Draws, PublicInputs
 from sparsedp.check import CheckReport
 from sparsedp.clipping import Clipping, Style
-from sparsedp.counting import count_rows, glances
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
-from sparsedp.frequencies import FrequencyRelease, count_lookups
-from sparsedp.lazy.guard import guard, settle_before, unguard
+from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import DPSGD, Mechanism
 from sparsedp.nn.fallback import has_fallback
-from sparsedp.noise import PREPARATION, GaussianNoise, RandomKey
+from sparsedp.noise import GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import LossReduction, PrivacyPlan, Unit, default_delta, require_delta
 from sparsedp.prediction import Look, look_at_counts, look_at_data
-from sparsedp.refusals import find_tables, private_parameters, refuse_module, refuse_optimizer
+from sparsedp.preparation import Preparation
+from sparsedp.refusals import private_parameters, refuse_module, refuse_optimizer
 from sparsedp.sampling import BatchInfo, PrivateLoader, Stream, Users, private_loader, users_of
 from sparsedp.signature import read_key, sign_order
 from sparsedp.statement import PrivacyStatement, make_statement
+from sparsedp.tables import find_tables, table_specs
 
 _NOISE, _SAMPLING, _FORWARD, _FUNCTIONS = 0, 1, 2, 3  # the purposes that the engine's key is split into
-_GLANCE = 256  # examples in a forward pass that counts lookups: it may end with a softmax over all rows
-
-
-def _inputs_of(mechanism: Mechanism) -> Callable[[Any], Any] | None:
-    """How a mechanism that counts on the data wants batches turned into the module's arguments."""
-    source = getattr(mechanism, "preselect", None) or mechanism
-    return getattr(source, "inputs", None)
 
 
 def _users(
@@ -239,34 +231,30 @@ class PrivacyEngine:
         public = PublicInputs(plan.public_inputs, loader.layout.constant_tensors)
         generator = self._key.child(_FUNCTIONS).generator()
         capture = Capture(module, parameters, lambda: loader.current, self._draws(), public, generator)
-        inputs = _inputs_of(plan.mechanism)
-
-        def count(clip: float | None, span: int | None) -> dict[str, Tensor]:
-            indices = loader.indices(span)
-            return count_rows(module, capture, loader, find_tables(module), inputs, clip, indices)
-
+        tables = table_specs(parameters, find_tables(module))
+        noise = GaussianNoise(self._key.child(_NOISE))
+        preparation = Preparation(
+            plan, module, capture, loader, self.ledger,
+            tables=lambda: private.private_step.trained_tables(), key=lambda: private.noise.key,
+        )  # fmt: skip
         if plan.stream is not None:
             self.ledger.composition = plan.stream.composition
         private = PrivateOptimizer(
             inner=optimizer,
             module=module,
             parameters=parameters,
-            tables=find_tables(module) & parameters.keys(),
+            tables=tables,
             plan=plan,
             capture=capture,
-            noise=GaussianNoise(self._key.child(_NOISE)),
+            noise=noise,
             ledger=self.ledger,
             current_batch=lambda: loader.current,
-            count=count,
+            preparation=preparation,
         )
         for parameter in parameters.values():
             parameter.grad = None
         capture.attach()
-        if private.lazy is not None:
-            capture.before_read = settle_before
-            for name, parameter in parameters.items():
-                if name in private.lazy:
-                    guard(parameter, private.lazy, name)
+        capture.before_read = private.owner.attach()
         leaving.watch(module)
         self._capture = capture
         self._plan, self._module, self._optimizer, self._loader = plan, module, private, loader
@@ -283,23 +271,18 @@ class PrivacyEngine:
         """
         if self._capture is not None:
             self._capture.detach()
-        if self._module is not None and self._optimizer is not None and self._optimizer.lazy is not None:
-            self.settle()
-            for parameter in self._module.parameters():
-                unguard(parameter)
+        if self._optimizer is not None:
+            self._optimizer.owner.detach()
         if self._module is not None:
             leaving.unwatch(self._module)
 
     def settle(self) -> None:
         """Gives every row the noise that LazyDP still owes it. Whatever lets weights out does this by itself."""
-        lazy = self._parts()[1].lazy
-        if lazy is not None:
-            lazy.settle_all()
+        self._parts()[1].owner.settle_all()
 
     def pending(self) -> dict[str, int]:
         """For each table, how many of its rows are owed noise; nothing with mechanisms other than LazyDP."""
-        lazy = self._parts()[1].lazy
-        return {} if lazy is None else lazy.pending()
+        return self._parts()[1].owner.pending()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
@@ -309,7 +292,7 @@ class PrivacyEngine:
     def prepare(self) -> None:
         """Runs now, not at the next step, what a mechanism does ahead of its steps, such as FEST's selection."""
         _, optimizer, loader = self._parts()
-        optimizer.prepare(loader.next_span)
+        optimizer.preparation.prepare(loader.next_span)
 
     def release_frequencies(self) -> dict[str, Tensor]:
         """For each table the share of units that looks up each row, (rows,) float64, with noise; the same at every call.
@@ -317,24 +300,7 @@ class PrivacyEngine:
         Planned by `make_private(frequencies=FrequencyRelease(...))`. The first call goes over the data and is charged to
         the ledger. A share is an estimate: it may be negative, or above 1.
         """
-        module, optimizer, loader = self._parts()
-        release = self.plan.frequencies
-        if release is None:
-            raise SparseDPError("No release is planned: give make_private frequencies=sparsedp.FrequencyRelease(...).")
-        tables = {name: p for name, p in module.named_parameters() if name in find_tables(module)}
-        if not optimizer.memory:
-            if self.plan.steps is not None and self.ledger.setups(None):
-                raise SparseDPError(
-                    "The frequencies were released after the checkpoint that this run went back to. Another release would "
-                    f"exceed its privacy budget (epsilon {self.plan.target_epsilon}): go back to a later checkpoint."
-                )
-            assert self._capture is not None
-            seen = glances(module, self._capture, loader, release.inputs, chunk=_GLANCE)
-            counts = count_lookups(seen, RowSpace.of(tables), release.clip)
-            generator = optimizer.noise.key.child(PREPARATION).generator(0)
-            self.ledger.record(release.event, setup=True)
-            optimizer.memory = release.draw(counts, self.plan.dataset_size, generator)
-        return dict(optimizer.memory)
+        return self._parts()[1].preparation.release_frequencies()
 
     def look(
         self,
@@ -348,9 +314,8 @@ class PrivacyEngine:
         Otherwise rows are counted on them without noise: what follows from it is for the developer, not for release.
         `inputs(batch)` gives the module's arguments; by default a tuple without its last element, or a dict.
         """
-        module, _, loader = self._parts()
-        names = find_tables(module)
-        tables = {n: p.detach() for n, p in module.named_parameters() if n in names and p.requires_grad}
+        module, optimizer, loader = self._parts()
+        tables = optimizer.private_step.trained_tables()
         if (counts is None) != (units is None):
             raise ValueError("counts and units go together: of `units` units, counts[table][row] touch the row")
         if counts is not None and units is not None:
@@ -358,7 +323,7 @@ class PrivacyEngine:
                 raise UnsupportedError("Counts cannot tell how many units will use a fallback row: look at the data.")
             return look_at_counts(self.plan, tables, counts, units)
         assert self._capture is not None
-        return look_at_data(self.plan, module, self._capture, loader, tables, inputs or _inputs_of(self.plan.mechanism))
+        return look_at_data(self.plan, module, self._capture, loader, tables, inputs or self.plan.mechanism.inputs)
 
     # ------------------------------------------------------------------ answering for it
 
@@ -427,9 +392,9 @@ class PrivacyEngine:
         optimizer.require_whole()
         self._lineage.add(self.ledger)
         checkpoint.save(path, checkpoint.State(
-            plan=self.plan, lineage=self._lineage, model=module.state_dict(), optimizer=optimizer.state_dict(),
-            loader=loader.state_dict(), prepared=optimizer.prepared, counted=optimizer.counted, memory=optimizer.memory,
-            seed=self._seed, extra=extra or {}, notes=self._notes, order=self._order(),
+            plan=self.plan, lineage=self._lineage, model=module.state_dict(), optimizer=optimizer.named_state_dict(),
+            loader=loader.state_dict(), prepared=optimizer.preparation.state, seed=self._seed,
+            extra=extra or {}, notes=self._notes, order=self._order(),
         ), self._signing_key)  # fmt: skip
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -442,7 +407,7 @@ class PrivacyEngine:
         state = checkpoint.load(path, self.plan, self._seed, self._signing_key, self._order())
         if (
             self.plan.frequencies is not None
-            and state.memory
+            and state.prepared.released
             and self.ledger.setups(None)
             and state.lineage.last[0] not in self._lineage.ledgers
         ):
@@ -450,7 +415,7 @@ class PrivacyEngine:
                 "This engine has released frequencies already, and the checkpoint holds those of its run: both would have to "
                 "be paid for. Call load_checkpoint before release_frequencies or estimate_errors."
             )
-        with nullcontext() if optimizer.lazy is None else optimizer.lazy.replaced():
+        with optimizer.owner.replaced():
             loaded = leaving.loading(module)
             common = self._lineage.common(state.lineage)
             copy_tensors = checkpoint.restore(state, common, module, optimizer, self.ledger, loader)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -14,16 +14,18 @@ from torch import Tensor
 
 from sparsedp.accounting import calibrate
 from sparsedp.capture import Captured, RowSpace
-from sparsedp.generator import CipherGenerator
+from sparsedp.contribution import Contribution
 from sparsedp.grid import grid_of, round_to
+from sparsedp.noise import RandomKey
+from sparsedp.tables import TableSpec
 
 
 @dataclass(frozen=True)
 class FrequencyRelease:
     """One release of all frequencies with Gaussian noise, at a cost of (`epsilon`, `delta`), which enters the ledger exactly.
 
-    A unit that looks up n distinct rows, of all tables together, adds min(1, `clip` / sqrt(n)) to each of them, so the l2
-    sensitivity is `clip`, which the noise is proportional to. A `clip` below sqrt(n) makes frequencies too small.
+    What a unit adds to the n distinct rows that it looks up is a `Contribution`, to whose sensitivity, `clip`, the noise is
+    proportional. A `clip` below sqrt(n) makes frequencies too small.
     `inputs(batch)` gives the arguments of the module for a batch of the loader; by default all but the last element.
     """
 
@@ -45,15 +47,18 @@ class FrequencyRelease:
     def event(self) -> dp_accounting.DpEvent:
         return dp_accounting.GaussianDpEvent(self.noise_multiplier)
 
-    def draw(self, counts: dict[str, Tensor], units: int, generator: CipherGenerator) -> dict[str, Tensor]:
+    def draw(
+        self, counts: dict[str, Tensor], units: int, tables: Mapping[str, TableSpec], key: RandomKey
+    ) -> dict[str, Tensor]:
         """The share of `units` that looks up each row, (rows,), with noise: it may be negative, or above 1.
 
-        Counts and noise are rounded together, to the grid of the noise, before they are divided.
+        Counts and noise are rounded together, to the grid of the noise, before they are divided. The noise on a row's count
+        is its own: that at the row's place in a sequence of the table's.
         """
-        std = self.noise_multiplier * self.clip
+        std = self.noise_multiplier * Contribution(self.clip).sensitivity
         noisy = {
-            name: count + torch.from_numpy(std * generator.standard_normal(len(count)))
-            for name, count in sorted(counts.items())
+            name: count + torch.from_numpy(std * key.generator(tables[name].index).standard_normal(len(count)))
+            for name, count in counts.items()
         }
         return {name: round_to(count, grid_of(std)) / units for name, count in noisy.items()}
 
@@ -83,7 +88,7 @@ def count_lookups(seen: Iterator[Captured], space: RowSpace, clip: float) -> dic
                 pairs.append(units * space.size + rows + start)
         distinct = torch.unique(torch.cat(pairs))
         units, rows = distinct // space.size, distinct % space.size
-        own = torch.bincount(units, minlength=captured.units).double()
-        shares = (clip / own.clamp_min(1).sqrt()).clamp_max(1.0)
+        own = torch.bincount(units, minlength=captured.units)
+        shares = Contribution(clip).shares(own)
         sums.index_add_(0, rows, shares[units])
     return dict(zip(space.names, sums.split(list(space.sizes))))

@@ -68,7 +68,7 @@ class CipherGenerator:
 
     def standard_exponential(self, size: Size) -> np.ndarray:
         """P[E > e] = exp(-e), float64."""
-        return _exponentials(self.words(_count(size))).reshape(size)
+        return exponentials(self.words(_count(size))).reshape(size)
 
     def gumbel(self, size: Size) -> np.ndarray:
         """P[G < g] = exp(-exp(-g)), float64: -log of an exponential number."""
@@ -140,7 +140,7 @@ def _count(size: Size) -> int:
 
 
 @njit(cache=True, nogil=True)
-def _exponentials(words: np.ndarray) -> np.ndarray:
+def exponentials(words: np.ndarray) -> np.ndarray:
     """-log u for u = (word + 1/2) / 2^64, from the end that is nearer: small and large numbers are as exact as float64 is."""
     out = np.empty(len(words))
     for i in range(len(words)):

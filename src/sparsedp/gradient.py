@@ -38,18 +38,18 @@ class NoisyGradient:
         self._parameters = parameters
         self._index: dict[str, int] = {}  # of the noise of parameters that change as a whole
         self._held: dict[str, Tensor | None] = {}  # those that hold sums: in which rows, ascending; None: in all
-        self._selected: dict[int, Tensor] = {}  # the memory of the selected rows, by the index of its noise
+        self._selected: dict[str, int] = {}  # of the noise of tables of which selected rows change
         rows = selection or {}
         for index, (name, parameter) in enumerate(parameters.items()):
             if name not in rows and parameter.requires_grad:
                 self.values[name], self._index[name] = _kept_buffer(dense, name, parameter), index
+            elif name in rows and noise_on_rows:
+                self._selected[name] = index
         kinds = dict.fromkeys((parameters[name].dtype, parameters[name].device) for name in rows)
-        for number, (dtype, device) in enumerate(kinds):
+        for dtype, device in kinds:
             alike = [name for name in rows if (parameters[name].dtype, parameters[name].device) == (dtype, device)]
             sizes = [rows[name].numel() * parameters[name][:1].numel() for name in alike]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-            if noise_on_rows:
-                self._selected[len(parameters) + number] = flat
             for name, part in zip(alike, flat.split(sizes)):
                 self.values[name] = part.view(rows[name].numel(), *parameters[name].shape[1:])
 
@@ -58,7 +58,8 @@ class NoisyGradient:
         """What noise is to be added to, when all physical batches have been added, each under an index of its own."""
         nothing = torch.empty(0, dtype=torch.long)
         whole = {i: Sums(self.values[name], self._held.get(name, nothing)) for name, i in self._index.items()}
-        return whole | {index: Sums(flat) for index, flat in self._selected.items()}
+        rows = self.selection or {}
+        return whole | {i: Sums(self.values[name], numbers=rows[name]) for name, i in self._selected.items()}
 
     def _hold(self, name: str, rows: Tensor | None) -> None:
         """Sets to zero what is about to get its first sum: some rows (ascending), or with None all of them."""
@@ -101,14 +102,6 @@ class NoisyGradient:
                 total = uses.weighted_sum(mine, self._parameters[name].shape)
                 assert isinstance(total, Tensor)  # uses by lookups alone are in `touched`
                 out.add_(total[rows])
-
-    def as_sparse(self, name: str) -> Tensor:
-        """What the parameter's `grad` is to be: dense, or sparse and coalesced."""
-        rows = None if self.selection is None else self.selection.get(name)
-        if rows is None:
-            return self.values[name]
-        shape = self._parameters[name].shape
-        return torch.sparse_coo_tensor(rows[None], self.values[name], shape, is_coalesced=True, check_invariants=False)
 
 
 def _kept_buffer(kept: dict[str, Tensor], name: str, parameter: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 
 from sparsedp import chacha
 from sparsedp.errors import SparseDPError
-from sparsedp.generator import CipherGenerator
+from sparsedp.generator import CipherGenerator, exponentials
 from sparsedp.grid import grid_of, round_to
 from sparsedp.threads import on_all_cores
 
@@ -72,16 +72,20 @@ class Sums:
     """A tensor that holds sums, and is to get noise."""
 
     values: torch.Tensor  # contiguous
-    rows: torch.Tensor | None = (
-        None  # the rows that hold sums, ascending, int64: all others count as zero. None: all do
-    )
+    # The places along the first axis that hold sums, ascending, int64: all others count as zero. None: all do.
+    rows: torch.Tensor | None = None
+    # Of selected rows of a table, all of which hold sums: values[i] is its row numbers[i]. None: it is row first + i.
+    numbers: torch.Tensor | None = None
+    first: int = 0
 
 
 class GaussianNoise:
     """Independent normal noise for the tensors of one step, drawn on all cores.
 
-    Every element's noise is a function of the key, the step, the tensor's index and the position in it alone, by ChaCha8
-    (`sparsedp.chacha`). It is drawn on the CPU in float32, or float64 for such tensors, and copied where that is not theirs.
+    Every element's noise is a function of the key, the step, the tensor's index, the number of the row and the column alone,
+    by ChaCha8 (`sparsedp.chacha`), so that it does not matter who draws it, nor for which rows besides. All rows of a tensor
+    are one sequence; selected rows have streams of their own, so that those between them need not be drawn.
+    It is drawn on the CPU in float32, or float64 for such tensors, and copied where that is not theirs.
     """
 
     def __init__(self, key: RandomKey) -> None:
@@ -128,18 +132,13 @@ class GaussianNoise:
             if not _in_place(sums.values):
                 drawn = sums.values.to("cpu", _drawn_dtype(sums.values))
                 copies.append((sums.values, drawn))
-            values, key = drawn.view(-1).numpy(), self.key.stream(step, index)
-            # All rows with sums are one long row.
-            width, rows = len(values), _FIRST
-            if sums.rows is not None:
-                width, rows = len(values) // max(1, sums.rows.numel() and len(drawn)), sums.rows.cpu().numpy()
-            for first in range(0, len(values), CHUNK):
-                part = values[first : first + CHUNK]
-                draw = functools.partial(chacha.add_normal, part, std, grid_of(std), key, first, width, rows)
-                if len(values) < _SMALL:
+            key = self.key.stream(step, index)
+            draws = _additions(sums, drawn, std, key)
+            if drawn.numel() < _SMALL:
+                for draw in draws:
                     draw()
-                else:
-                    large.append(draw)
+            else:
+                large += draws
         on_all_cores(lambda task: task(), large)
         for tensor, drawn in copies:
             tensor.copy_(drawn)
@@ -147,6 +146,35 @@ class GaussianNoise:
     def _require_own_process(self) -> None:
         if os.getpid() != self._process:
             raise SparseDPError("This process was forked from the one that trains: both would draw the same noise.")
+
+
+def _additions(sums: Sums, drawn: torch.Tensor, std: float, key: np.ndarray) -> list[Callable[[], None]]:
+    """Adds noise to sums, which `drawn` has in memory that can be written to: the pieces of that work."""
+    grid = grid_of(std)
+    if drawn.numel() == 0:
+        return []
+    if sums.numbers is not None:
+        table, rows = drawn.view(len(drawn), -1).numpy(), sums.numbers.cpu().numpy()
+        size = max(1, CHUNK // max(1, table.shape[1]))
+        parts = (slice(first, min(first + size, len(rows))) for first in range(0, len(rows), size))
+        return [
+            functools.partial(
+                chacha.add_rows, table[part], np.arange(part.stop - part.start), std, grid, key, rows=rows[part]
+            )
+            for part in parts
+        ]
+    values = drawn.view(-1).numpy()
+    width = len(values) // len(drawn) if drawn.ndim else 1
+    offset = sums.first * width
+    rows = _FIRST
+    if sums.rows is not None:
+        rows = sums.rows.cpu().numpy() + sums.first
+    else:  # all rows with sums are one long row, which begins before this part
+        width = offset + len(values)
+    return [
+        functools.partial(chacha.add_normal, values[first : first + CHUNK], std, grid, key, offset + first, width, rows)
+        for first in range(0, len(values), CHUNK)
+    ]
 
 
 def _drawn_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -164,6 +192,53 @@ def zero_others(sums: Sums) -> None:
         sums.values[sums.rows] = held
 
 
+# Row numbers that share a stream of `draw_rows`. Whoever owns some of the last rows of a block draws those before them, too,
+# so a block may be large; but a stream costs a few microseconds, so blocks must not be many.
+_BLOCK = 1 << 32
+
+
+def draw_rows(key: RandomKey, first: int, end: int, log_p: float) -> np.ndarray:
+    """Those of the rows `first` to `end` - 1 that are drawn, each with probability e^log_p, independently; ascending.
+
+    A function of the key and the row's number alone. The cost is proportional to the rows that are drawn, and blocks.
+    """
+    return _draw_blocks(key, first, end, log_p)[0]
+
+
+def draw_marked_rows(key: RandomKey, first: int, end: int, log_p: float) -> tuple[np.ndarray, np.ndarray]:
+    """As `draw_rows`, and for each row that is drawn a uniform number on (0, 1), likewise its own."""
+    return _draw_blocks(key, first, end, log_p, marked=True)
+
+
+def _draw_blocks(
+    key: RandomKey, first: int, end: int, log_p: float, marked: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    rows, marks = [np.empty(0, np.int64)], [np.empty(0)]
+    for block in range(first // _BLOCK, -(-end // _BLOCK)):
+        start = block * _BLOCK
+        # A stream is read from its beginning, and so gives the same rows whatever the end is.
+        places = key.generator(block, 0).ones(min(_BLOCK, end - start), log_p)
+        skipped = int(np.searchsorted(places, first - start))
+        rows.append(start + places[skipped:])
+        if marked:
+            marks.append(key.generator(block, 1).random(len(places))[skipped:] + 2.0**-54)
+    return np.concatenate(rows), np.concatenate(marks)
+
+
+def one_normal_each(key: RandomKey, rows: np.ndarray) -> np.ndarray:
+    """A standard normal number for each row, float32 (n,): a function of the key and the row's number alone."""
+    out = np.empty((len(rows), 1), np.float32)
+    chacha.fill_rows(out, rows, 1.0, key.stream())
+    return out[:, 0]
+
+
+def one_gumbel_each(key: RandomKey, rows: np.ndarray) -> np.ndarray:
+    """A Gumbel number for each row, float64 (n,), likewise."""
+    words = np.empty(len(rows), np.uint64)
+    chacha.fill_row_words(words, rows, key.stream())
+    return -np.log(exponentials(words))
+
+
 def row_normals(key: RandomKey, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Standard normals for rows of the table `like`, (n, ...): a function of the key, each row's number and the column."""
     out = torch.empty(rows.numel(), like.shape[1:].numel(), dtype=_drawn_dtype(like))
@@ -178,33 +253,40 @@ def add_row_normals(
     std: np.ndarray,
     grid: float,
     factor: np.ndarray | None = None,
+    first: int = 0,
 ) -> None:
     """table[rows[i]] = factor[i] table[rows[i]] + std[i] z, rounded to multiples of `grid`, in place.
 
-    z is what `row_normals` draws for that row; `rows` are distinct; `factor` None: 1.
+    z is what `row_normals` draws for the row `first` + rows[i]; `rows` are distinct; `factor` None: 1.
     """
     if _in_place(table):
-        chacha.add_rows(table.view(len(table), -1).numpy(), rows.numpy(), std, grid, key.stream(), factor)
+        places = rows.numpy()
+        numbers = places + first if first else None
+        chacha.add_rows(table.view(len(table), -1).numpy(), places, std, grid, key.stream(), factor, numbers)
         torch.autograd.graph.increment_version(table)
         return
     wide = table[rows].double() * _column(1.0 if factor is None else factor, table)
-    table[rows] = round_to(wide + _wide_normals(key, rows, table) * _column(std, table), grid).to(table)
+    table[rows] = round_to(wide + _wide_normals(key, rows + first, table) * _column(std, table), grid).to(table)
 
 
 def move_row_pairs(
     keys: tuple[RandomKey, RandomKey], table: torch.Tensor, other: torch.Tensor, rows: torch.Tensor, drift: np.ndarray,
-    std: np.ndarray, grids: tuple[float, float], shift: torch.Tensor | None = None,
+    std: np.ndarray, grids: tuple[float, float], shift: torch.Tensor | None = None, first: int = 0,
 ) -> None:  # fmt: skip
-    """Rows of two tables of one shape, moved by noise that they share: see `chacha.move_pairs`."""
+    """Rows of two tables of one shape, moved by noise that they share: see `chacha.move_pairs`.
+
+    The numbers of the rows are `first` + rows.
+    """
     if _in_place(table) and _in_place(other):
         one, two = (tensor.view(len(tensor), -1).numpy() for tensor in (table, other))
         shifts = None if shift is None else shift.reshape(len(rows), -1).numpy()
-        chacha.move_pairs(one, two, rows.numpy(), drift, std, shifts, grids, (keys[0].stream(), keys[1].stream()))
+        streams, places = (keys[0].stream(), keys[1].stream()), rows.numpy()
+        chacha.move_pairs(one, two, places, drift, std, shifts, grids, streams, places + first if first else None)
         for tensor in (table, other):
             torch.autograd.graph.increment_version(tensor)
         return
     w, v = table[rows].double(), other[rows].double()
-    z, rest = (_wide_normals(key, rows, table) for key in keys)
+    z, rest = (_wide_normals(key, rows + first, table) for key in keys)
     z = z if shift is None else z + shift
     ww, wv, vw, vv = (_column(part, table) for part in drift)
     for_table, for_other, alone = (_column(part, table) for part in std)

@@ -16,23 +16,23 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.special import gammaln, ndtr, xlog1py, xlogy
 from torch import Tensor, nn
 
-from sparsedp.accounting import split_multiplier
 from sparsedp.capture import Capture, RowSpace
+from sparsedp.contribution import Contribution
 from sparsedp.counting import count_rows, count_touches, glances
 from sparsedp.errors import UnsupportedError
-from sparsedp.mechanisms import EANA, FEST, AdaFEST, ExponentialSelection, Mechanism
+from sparsedp.mechanisms import AdaFEST
+from sparsedp.mechanisms.expectation import RowCounts
 from sparsedp.nn.fallback import kept_for_now
 from sparsedp.noise import RandomKey
 from sparsedp.plan import PrivacyPlan
+from sparsedp.preparation import CountScope, Prepared, decide
 from sparsedp.sampling import PrivateLoader
+from sparsedp.tables import TableSpec
 
 # A look at the data takes this many batches, but no more than this many units; and some batches at least.
 _BATCHES, _UNITS, _FEW_BATCHES = 256, 1 << 20, 16
-# Up to this mean the law of n is summed over; beyond, it is normal.
-_EXACT = 256.0
 # Rows are grouped by counts, which are exact up to _DISTINCT, and contributions, to a relative 1 / _FINENESS.
 _DISTINCT, _FINENESS = 256, 256
 
@@ -156,7 +156,7 @@ def look_at_data(
     module: nn.Module,
     capture: Capture,
     loader: PrivateLoader,
-    tables: Mapping[str, Tensor],
+    tables: Mapping[str, TableSpec],
     inputs: Callable[[Any], Any] | None = None,
 ) -> Look:
     """Counts on the training data, with forward passes alone: no noise, no step, no cost.
@@ -201,14 +201,14 @@ def look_at_data(
     return replace(look, source=source, private=True)
 
 
-def look_at_counts(plan: PrivacyPlan, tables: Mapping[str, Tensor], counts: Mapping[str, Any], units: float) -> Look:
+def look_at_counts(plan: PrivacyPlan, tables: Mapping[str, TableSpec], counts: Mapping[str, Any], units: float) -> Look:
     """From known frequencies instead of the data: of `units` units, `counts[table][row]` touch the row.
 
     Units are taken to touch equally many rows: their mean, which the counts tell.
     """
     if not 0 < units < math.inf:
         raise ValueError(f"units, the number of units that were counted, must be positive, not {units}")
-    checked = {name: _checked_counts(name, len(table), counts, units) for name, table in tables.items()}
+    checked = {name: _checked_counts(name, table.rows, counts, units) for name, table in tables.items()}
     if unknown := sorted(set(counts) - set(tables)):
         raise ValueError(f"counts are given for {unknown[0]!r}, which is no trained table: {', '.join(sorted(tables))}")
     sizes = (plan.dataset_size,) if plan.stream is None else plan.stream.sizes
@@ -216,7 +216,7 @@ def look_at_counts(plan: PrivacyPlan, tables: Mapping[str, Tensor], counts: Mapp
     def contributions(clip: float | None, selection: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         eligible = {n: _only(c, selection[n].numpy()) if n in selection else c for n, c in checked.items()}
         own = sum(float(c.sum()) for c in eligible.values()) / units
-        share = 1.0 if clip is None else min(1.0, clip / math.sqrt(max(own, 1.0)))
+        share = float(Contribution(clip).shares(torch.tensor(own, dtype=torch.float64)))
         return {name: share * c for name, c in eligible.items()}
 
     def count(clip: float | None, scope: int | None) -> dict[str, Tensor]:
@@ -239,31 +239,25 @@ class _Seen:
 
 def _look(
     plan: PrivacyPlan,
-    tables: Mapping[str, Tensor],
-    count: Callable[[float | None, int | None], dict[str, Tensor]],
+    tables: Mapping[str, TableSpec],
+    count: CountScope,
     see: Callable[[int | None, float | None, Mapping[str, Tensor] | None], _Seen],
 ) -> Look:
-    """Looks at each span, with a draw of what the mechanism chooses before it, as `PrivateOptimizer.prepare` does."""
+    """Looks at each span, with a draw of what the mechanism chooses before it, as `Preparation.prepare` does."""
     mechanism = plan.mechanism
-    clip = mechanism.map_clip if isinstance(mechanism, AdaFEST) else None
-    key, memory = RandomKey.from_seed(0), {}  # type: ignore[var-annotated]
-    drawn: dict[int | None, dict[str, Tensor]] = {}
+    clip = mechanism.contribution_clip
+    key, prepared = RandomKey.from_seed(0), Prepared()
     spans: list[tuple[int | None, int]] = [(None, 1)] if plan.stream is None else list(enumerate(plan.stream.steps))
     looks = []
     for span, steps in spans:
         scope = plan.setup_scope(span)
-        if mechanism.prepares and scope not in drawn:
-            each = plan.examples_counted(scope)
-
-            def counted(clip: float | None, scope: int | None = scope, each: int = each) -> dict[str, Tensor]:
-                return {name: values / each for name, values in count(clip, scope).items()}
-
-            drawn[scope] = mechanism.prepare(tables, counted, key.child(0 if scope is None else scope), memory)
-        seen = see(span, clip, drawn.get(scope))
+        if mechanism.prepares and scope not in prepared.scopes:
+            prepared = decide(plan, tables, count, key, scope, prepared)
+        seen = see(span, clip, prepared.rows)
         whole = all(_is_whole(counts) for counts in seen.counts.values())
         groups = {name: _grouped(seen, name, whole) for name in seen.counts}
         looks.append(SpanLook(steps / sum(steps for _, steps in spans), seen.units, whole, groups))
-    return Look("", False, clip, bool(drawn) and mechanism.setup_event() is not None, tuple(looks))
+    return Look("", False, clip, bool(prepared.scopes) and mechanism.setup_event() is not None, tuple(looks))
 
 
 def _checked_counts(name: str, rows: int, counts: Mapping[str, Any], units: float) -> np.ndarray:
@@ -289,8 +283,8 @@ def _only(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
 def predict(plan: PrivacyPlan, look: Look) -> Prediction:
     """What a step of the plan is expected to do. A look may serve plans that differ in noise, threshold or batch size."""
     mechanism = plan.mechanism
-    if isinstance(mechanism, AdaFEST) and look.clip != mechanism.map_clip:
-        raise ValueError(f"the look was for map_clip={look.clip}, not {mechanism.map_clip}: look again")
+    if mechanism.contribution_clip is not None and look.clip != mechanism.contribution_clip:
+        raise ValueError(f"the look was for map_clip={look.clip}, not {mechanism.contribution_clip}: look again")
     dims = {name: math.prod(shape[1:]) for name, shape in plan.parameters}
     tables: dict[str, TablePrediction] = {}
     for span in look.spans:
@@ -301,12 +295,7 @@ def predict(plan: PrivacyPlan, look: Look) -> Prediction:
             own = _expected(plan, groups, rate, span.whole and rate <= 1, size) * span.share
             known = tables.get(name, TablePrediction(round(groups.rows.sum()), dims[name], 0.0, 0.0, 0.0, 0.0, 0.0))
             tables[name] = replace(known, **{key: getattr(known, key) + value for key, value in zip(_EXPECTED, own)})
-    notes = []
-    if isinstance(mechanism, ExponentialSelection):
-        notes.append(
-            "Which rows the exponential mechanism favours depends on gradients, which are not known yet: false "
-            "positives are predicted as if it favoured none, which is the most there can be."
-        )
+    notes = [] if mechanism.prediction_note is None else [mechanism.prediction_note]
     if look.drawn:
         notes.append("The rows chosen before training will be others than those predicted with: the choice has noise.")
     return Prediction(tables, look.source, look.private, tuple(notes))
@@ -339,67 +328,11 @@ def find_threshold(plan: PrivacyPlan, look: Look, gradient_size: float) -> float
 _EXPECTED = ("rows_touched", "rows_selected", "rows_false", "touches", "touches_kept")
 
 
-def _expected(plan: PrivacyPlan, groups: RowGroups, rate: float, whole: bool, size: float) -> np.ndarray:
+def _expected(plan: PrivacyPlan, groups: RowGroups, rate: float, exact: bool, size: float) -> np.ndarray:
     """The numbers that `_EXPECTED` names, of one table; `size` is the number of rows of all tables."""
-    mechanism, mean = plan.mechanism, groups.counts * rate
-    absent = np.exp(xlog1py(groups.counts, -rate)) if whole else np.exp(-mean)  # P[untouched]
-    if isinstance(mechanism, EANA):
-        selected, false, kept = 1 - absent, np.zeros_like(absent), mean
-    elif isinstance(mechanism, AdaFEST):
-        std = split_multiplier(plan.noise_multiplier, mechanism.noise_ratio)[0] * mechanism.map_clip
-        survival = _survival(groups.counts, groups.weights, rate, whole, mechanism.threshold, std)
-        false = groups.chosen * absent * _passes(np.zeros(1), mechanism.threshold, std)
-        selected, kept = groups.chosen * survival[0], groups.chosen * survival[1]
-    else:
-        chance = groups.chosen * _chance(mechanism, size)
-        selected, false, kept = chance, chance * absent, chance * mean
-    return np.stack([1 - absent, selected, false, mean, kept]) @ groups.rows
-
-
-def _chance(mechanism: Mechanism, size: float) -> float:
-    """The probability that a row is selected, for mechanisms for which it does not depend on who touches it."""
-    if isinstance(mechanism, ExponentialSelection):
-        return min(1.0, mechanism.k / size)
-    if isinstance(mechanism, FEST) or mechanism.lazy or not mechanism.selects:
-        return 1.0
-    raise UnsupportedError(f"There is no rule yet to predict what mechanism {mechanism.name!r} selects.")
-
-
-def _survival(
-    counts: np.ndarray, weights: np.ndarray, rate: float, whole: bool, threshold: float, std: float
-) -> tuple[np.ndarray, np.ndarray]:
-    """E[p(n)] and E[n p(n)] with p(n) = P[w n + N(0, std^2) >= threshold], for n ~ Binomial(count, rate) or Poisson."""
-    mean = counts * rate
-    variance = mean * (1 - rate) if whole else mean
-    # For a large mean n is about normal, and so is w n + N(0, std^2); and n is about its mean.
-    passed = _passes(weights * mean, threshold, np.sqrt(std**2 + weights**2 * variance))
-    kept = mean * passed
-    order = np.argsort(mean)
-    order = order[: np.searchsorted(mean[order], _EXACT, side="right")]
-    for begin in range(0, len(order), 4096):
-        block = order[begin : begin + 4096]
-        least, most = mean[block[0]], mean[block[-1]]
-        n = np.arange(max(0, int(least - 9 * math.sqrt(least))), int(most + 9 * math.sqrt(most)) + 24, dtype=np.float64)
-        masses = _masses(n, counts[block, None], rate, whole)
-        passing = masses * _passes(weights[block, None] * n, threshold, std)
-        passed[block], kept[block] = passing.sum(1), passing @ n
-    return passed, kept
-
-
-def _masses(n: np.ndarray, counts: np.ndarray, rate: float, whole: bool) -> np.ndarray:
-    """P[n] under Binomial(count, rate), or Poisson(count rate) if counts are not `whole`; (counts, n)."""
-    if not whole:
-        return np.exp(xlogy(n, counts * rate) - counts * rate - gammaln(n + 1))
-    left = np.maximum(counts - n, 0)
-    logs = gammaln(counts + 1) - gammaln(n + 1) - gammaln(left + 1) + n * math.log(rate) + xlog1py(left, -rate)
-    return np.where(n <= counts, np.exp(logs), 0.0)
-
-
-def _passes(values: np.ndarray, threshold: float, std: float | np.ndarray) -> np.ndarray:
-    """P[value + N(0, std^2) >= threshold]."""
-    certain = (values >= threshold - 1e-9 * abs(threshold)).astype(np.float64)  # sums of contributions are rounded
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(np.asarray(std) > 0, ndtr((values - threshold) / std), certain)
+    rows = RowCounts(groups.counts, groups.weights, groups.chosen, rate, exact, size)
+    own = plan.mechanism.expected_selection(rows, plan.noise_multiplier)
+    return np.stack([1 - rows.absent, own.selected, own.false, rows.mean, own.kept]) @ groups.rows
 
 
 def _grouped(seen: _Seen, name: str, whole: bool) -> RowGroups:

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from sparsedp.errors import UnsupportedError
 from sparsedp.mechanisms import Mechanism
+from sparsedp.tables import find_tables
 
 _RECURRENT = {nn.LSTM: "LSTM", nn.GRU: "GRU"}
 
@@ -134,9 +135,3 @@ def _refuse_for_sparse_gradients(
             f"weight_decay changes every row of table '{decayed[0]}', which a row-sparse gradient cannot. Put tables into a "
             "parameter group with weight_decay=0."
         )
-
-
-def find_tables(module: nn.Module) -> frozenset[str]:
-    """Names of the embedding weights, as `named_parameters` has them."""
-    weights = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
-    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from benchmarks.speed.machine import machine
 from benchmarks.speed.timing import interleaved, ratio
-from sparsedp.lazy import LazyTables
 from sparsedp.noise import GaussianNoise, RandomKey, row_normals
+from sparsedp.tables import LazyOwner, Ownership, table_specs
 
 SIZES = (10_000, 1_000_000, 10_000_000)
 _DIM = 64
@@ -68,7 +68,9 @@ def _settling(size: int, key: RandomKey) -> Callable[[], None]:
     """Settles all rows of a LazyDP table of about `size` numbers, in place."""
     table = nn.Parameter(torch.zeros(max(1, size // _DIM), _DIM))
     steps = 0
-    lazy = LazyTables({"table": table}, torch.optim.SGD([table], lr=0.1), lambda: key, 1.0, True, lambda: steps)
+    tables = {"table": table}
+    specs, optimizer = table_specs(tables, tables), torch.optim.SGD([table], lr=0.1)
+    lazy = LazyOwner(Ownership(specs, tables, optimizer, lambda: key, 1.0, lambda: steps))
 
     def run() -> None:
         nonlocal steps

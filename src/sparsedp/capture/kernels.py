@@ -126,18 +126,6 @@ def in_slots(slots: Tensor, begin: Tensor, order: Tensor, count: int) -> Tensor:
     return found
 
 
-def clipped_counts(units: Tensor, at: Tensor, clip: float, many: int, places: int) -> Tensor:
-    """How often each of the `places` is in `at`, float64, where each of `many` units has a norm of at most `clip`.
-
-    Pair k says that units[k] has a one at at[k]; pairs are distinct.
-    """
-    if compiled(units, at):
-        return torch.from_numpy(_clipped_counts(units.numpy(), at.numpy(), clip, many, places))
-    counts = torch.bincount(units, minlength=many).double()
-    shares = (clip / counts.clamp_min(1).sqrt()).clamp_max(1.0)
-    return torch.zeros(places, dtype=torch.float64, device=at.device).index_add_(0, at, shares[units])
-
-
 def outer_products(a: Tensor, b: Tensor) -> Tensor:
     """a[n, i] b[n, j] for a (N, I) and b (N, J), as (N, I J)."""
     if a.numel() * b.shape[1] <= _FEW and a.dtype == b.dtype and compiled(a, b):  # torch would wake its threads for it
@@ -306,18 +294,6 @@ def _in_slots(slots: np.ndarray, begin: np.ndarray, order: np.ndarray, count: in
             for k in range(begin[r], begin[r + 1]):
                 found[order[k]] = True
     return found
-
-
-@njit(cache=True, nogil=True)
-def _clipped_counts(units: np.ndarray, at: np.ndarray, clip: float, many: int, places: int) -> np.ndarray:
-    shares, total = np.zeros(many, np.float64), np.zeros(places, np.float64)
-    for k in range(len(units)):
-        shares[units[k]] += 1
-    for i in range(many):
-        shares[i] = min(1.0, clip / np.sqrt(max(1.0, shares[i])))
-    for k in range(len(at)):
-        total[at[k]] += shares[units[k]]
-    return total
 
 
 @njit(cache=True, nogil=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +29,8 @@ class RowSpace:
     sizes: tuple[int, ...]
 
     @staticmethod
-    def of(tables: Mapping[str, Tensor]) -> RowSpace:
+    def of(tables: Mapping[str, Any]) -> RowSpace:
+        """`tables` are tensors or specs: whatever has a shape."""
         names = tuple(sorted(tables))
         return RowSpace(names, tuple(tables[name].shape[0] for name in names))
 

@@ -52,8 +52,8 @@ from sparsedp.errors import ConfigError
 from sparsedp.models import PCTR
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import default_delta, require_delta
-from sparsedp.refusals import find_tables
 from sparsedp.sampling import PrivateLoader, Stream
+from sparsedp.tables import find_tables
 
 Loss = Callable[[Any, Any], Tensor]
 

@@ -39,7 +39,7 @@ from sparsedp.errors import ConfigError, UnsupportedError, one_line
 from sparsedp.mechanisms import AdaFEST
 from sparsedp.plan import PrivacyPlan
 from sparsedp.prediction import Look, find_threshold, predict
-from sparsedp.refusals import find_tables
+from sparsedp.tables import find_tables
 
 # Steps that are measured after those that warm up; after some seconds fewer will do.
 _WARM_UP, _MEASURED, _FEWEST, _SECONDS = 2, 12, 3, 20.0

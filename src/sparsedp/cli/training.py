@@ -31,7 +31,7 @@ from sparsedp.cli.sequences import SequenceCollate, release_frequencies
 from sparsedp.cli.signals import StopRequests
 from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import one_line
-from sparsedp.refusals import find_tables
+from sparsedp.tables import find_tables
 
 
 def metric_values(metrics: dict[str, Any]) -> str:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import dp_accounting
+import numpy as np
 import torch
 from torch import Tensor
 
 from sparsedp.accounting import split_multiplier
 from sparsedp.capture import Captured, RowSpace
+from sparsedp.contribution import Contribution, contribution_map, warn_of_whole_tables
 from sparsedp.mechanisms.base import Count, Frequencies, Mechanism, Step
-from sparsedp.mechanisms.contribution import contribution_map, warn_of_whole_tables
+from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.mechanisms.fest import FEST
-from sparsedp.mechanisms.survivors import draw_survivors
+from sparsedp.mechanisms.survivors import draw_survivors, survival, survival_of_counts
 from sparsedp.noise import RandomKey
+from sparsedp.tables import TableSpec
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,10 @@ class AdaFEST(Mechanism):
             raise TypeError(f"preselect must be a FEST(...), not {self.preselect!r}")
 
     @property
+    def inputs(self) -> Callable[[Any], Any] | None:  # type: ignore[override]
+        return None if self.preselect is None else self.preselect.inputs
+
+    @property
     def prepares(self) -> bool:  # type: ignore[override]
         return self.preselect is not None and self.preselect.prepares
 
@@ -62,7 +69,7 @@ class AdaFEST(Mechanism):
         return "all" if self.preselect is None else self.preselect.frequencies
 
     def prepare(
-        self, tables: Mapping[str, Tensor], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
+        self, tables: Mapping[str, TableSpec], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         return {} if self.preselect is None else self.preselect.prepare(tables, count, key, memory)
 
@@ -73,6 +80,20 @@ class AdaFEST(Mechanism):
     def setup_event(self) -> dp_accounting.DpEvent | None:
         return None if self.preselect is None else self.preselect.setup_event()
 
+    @property
+    def contribution_clip(self) -> float:
+        return self.map_clip
+
+    def _map_std(self, noise_multiplier: float) -> float:
+        """Deviation of the noise on the map: C1 sigma1."""
+        return split_multiplier(noise_multiplier, self.noise_ratio)[0] * Contribution(self.map_clip).sensitivity
+
+    def expected_selection(self, rows: RowCounts, noise_multiplier: float) -> Expected:
+        std = self._map_std(noise_multiplier)
+        selected, kept = survival_of_counts(rows, self.threshold, std)
+        false = rows.absent * survival(np.zeros(1), self.threshold, std)
+        return Expected(rows.chosen * selected, rows.chosen * false, rows.chosen * kept)
+
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         space = RowSpace.of(step.tables)
         if step.first:
@@ -81,11 +102,14 @@ class AdaFEST(Mechanism):
             )
         within = None if self.preselect is None else space.join(step.prepared)
         rows, values = contribution_map(batch, space, self.map_clip, within)
-        size = space.size
-        if within is not None:  # rows are counted within the preselected ones from here on
-            rows, size = torch.searchsorted(within, rows), within.numel()
-        std = split_multiplier(step.noise_multiplier, self.noise_ratio)[0] * self.map_clip
-        kept = torch.from_numpy(
-            draw_survivors(rows.numpy(), values.numpy(), size, self.threshold, std, step.key.generator(0))
-        )
-        return space.split(kept if within is None else within[kept])
+        std = self._map_std(step.noise_multiplier)
+        selection = {}
+        for name, start, (begin, end) in zip(space.names, space.starts, space.edges(rows)):
+            table = step.tables[name]
+            eligible = None if within is None else step.prepared[name].numpy()
+            kept = draw_survivors(
+                rows[begin:end].numpy() - start, values[begin:end].numpy(), range(table.rows), self.threshold, std,
+                step.key.child(table.index), eligible,
+            )  # fmt: skip
+            selection[name] = torch.from_numpy(kept)
+        return selection

@@ -13,8 +13,10 @@ from torch import Tensor
 from sparsedp.accounting.events import gaussian_step
 from sparsedp.capture import Captured
 from sparsedp.clipping import Clipping
-from sparsedp.errors import suggestion
+from sparsedp.errors import UnsupportedError, suggestion
+from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.noise import RandomKey
+from sparsedp.tables import LocalOwner, Owner, Ownership, TableSpec
 
 _REGISTRY: dict[str, type[Mechanism]] = {}
 
@@ -23,7 +25,7 @@ _REGISTRY: dict[str, type[Mechanism]] = {}
 class Step:
     """What a selection may look at, besides the batch."""
 
-    tables: Mapping[str, Tensor]
+    tables: Mapping[str, TableSpec]  # those that are trained
     noise_multiplier: float
     clipping: Clipping
     scale: Callable[[Captured], float]  # what a captured gradient is multiplied by to be that of the unit's own loss
@@ -44,7 +46,9 @@ class Mechanism(ABC):
     prepares: ClassVar[bool] = False  # whether `prepare` has to run before the first step
     # Whether `select` looks at units through `Captured` alone, as it must if a unit may have several examples.
     takes_users: ClassVar[bool] = False
-    lazy: ClassVar[bool] = False  # whether the tables' noise waits until rows are read (sparsedp.lazy)
+    # How a mechanism that counts on the data wants a batch turned into the module's arguments; None: all but its last element.
+    inputs: Callable[[Any], Any] | None = None
+    lazy: ClassVar[bool] = False  # whether the tables' noise waits until rows are read (sparsedp.tables.lazy)
 
     def __init_subclass__(cls) -> None:
         if "name" in cls.__dict__:
@@ -65,12 +69,12 @@ class Mechanism(ABC):
         return "all"
 
     def prepare(
-        self, tables: Mapping[str, Tensor], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
+        self, tables: Mapping[str, TableSpec], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         """What a mechanism with `prepares` decides ahead of its steps: rows of each table, ascending.
 
         `count(clip)` goes over the data and adds up the units' contributions to each row of each table, as in
-        `contribution_map`; what a unit adds has norm at most `clip`. Whatever is used of it must be in `setup_event`.
+        `sparsedp.contribution`; what a unit adds has norm at most `clip`. Whatever is used of it must be in `setup_event`.
         With running `frequencies`, `prepare` is called at every new span, and `memory` is for what has to be known
         then: it is empty at first, and a checkpoint holds it. So only what was released may be put there.
         """
@@ -85,9 +89,29 @@ class Mechanism(ABC):
         """
         return None
 
+    def expected_selection(self, rows: RowCounts, noise_multiplier: float) -> Expected:
+        """What `select` is expected to choose in a step, before any is taken. Of a mechanism that selects, its own to say."""
+        if self.selects:
+            raise UnsupportedError(f"There is no rule yet to predict what mechanism {self.name!r} selects.")
+        return rows.all_chosen()
+
+    @property
+    def contribution_clip(self) -> float | None:
+        """What a unit's contribution to the map of rows is clipped to that `select` looks at; None: it looks at none."""
+        return None
+
+    @property
+    def prediction_note(self) -> str | None:
+        """What a prediction of this mechanism's selection leaves out, if anything."""
+        return None
+
     def step_event(self, noise_multiplier: float, sample_rate: float) -> dp_accounting.DpEvent:
         """The privacy event of one step."""
         return gaussian_step(noise_multiplier, sample_rate)
+
+    def owner(self, ownership: Ownership) -> Owner:
+        """Who owns the tables' rows: what stands before a read of them, and lets them take their gradients."""
+        return LocalOwner(ownership)
 
     def refuse_tables(self, names: Collection[str]) -> None:  # noqa: B027
         """Raises `UnsupportedError` if the mechanism cannot train tables with these names, before anything is charged."""

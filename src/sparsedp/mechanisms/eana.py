@@ -14,8 +14,9 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from sparsedp.capture import Captured, RowSpace
+from sparsedp.contribution import touched_rows
 from sparsedp.mechanisms.base import Mechanism, Step
-from sparsedp.mechanisms.contribution import touched_rows
+from sparsedp.mechanisms.expectation import Expected, RowCounts
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,9 @@ class EANA(Mechanism):
 
     def step_event(self, noise_multiplier: float, sample_rate: float) -> dp_accounting.DpEvent:
         return dp_accounting.NonPrivateDpEvent()
+
+    def expected_selection(self, rows: RowCounts, noise_multiplier: float) -> Expected:
+        return Expected(1 - rows.absent, np.zeros_like(rows.absent), rows.mean)
 
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         space = RowSpace.of(step.tables)

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from sparsedp.accounting import ExponentialMechanismDpEvent
 from sparsedp.capture import Captured, RowSpace, RowSparse
-from sparsedp.generator import CipherGenerator
 from sparsedp.mechanisms.base import Mechanism, Step
+from sparsedp.mechanisms.expectation import Expected, RowCounts
+from sparsedp.noise import RandomKey, draw_marked_rows, one_gumbel_each
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,22 @@ class ExponentialSelection(Mechanism):
         )
         return step if sample_rate == 1 else dp_accounting.PoissonSampledDpEvent(sample_rate, step)
 
+    @property
+    def prediction_note(self) -> str:
+        return (
+            "Which rows the exponential mechanism favours depends on gradients, which are not known yet: false "
+            "positives are predicted as if it favoured none, which is the most there can be."
+        )
+
+    def expected_selection(self, rows: RowCounts, noise_multiplier: float) -> Expected:
+        return rows.all_chosen(min(1.0, self.k / rows.size))
+
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         space = RowSpace.of(step.tables)
         rows, norms = _row_norms(batch, space, step)
         scores = norms * (self.epsilon / self.k) / (2 * step.clipping.max_norm)
-        return space.split(torch.from_numpy(top_k_gumbel(rows, scores, space.size, self.k, step.key.generator(0))))
+        keys = [step.key.child(step.tables[name].index) for name in space.names]
+        return space.split(torch.from_numpy(top_k_gumbel(rows, scores, space.sizes, self.k, keys)))
 
 
 def _row_norms(batch: Sequence[Captured], space: RowSpace, step: Step) -> tuple[np.ndarray, np.ndarray]:
@@ -87,19 +99,54 @@ def _row_norms(batch: Sequence[Captured], space: RowSpace, step: Step) -> tuple[
     return np.concatenate(rows), np.concatenate(found)
 
 
-def top_k_gumbel(rows: np.ndarray, scores: np.ndarray, size: int, k: int, generator: CipherGenerator) -> np.ndarray:
-    """The k rows of 0..size-1 with the largest score + Gumbel noise, ascending; rows not in `rows` (ascending) score 0.
+# Purposes of a table's key.
+_TOUCHED, _UNTOUCHED = 0, 1
 
-    The same law as noise on all rows, in time proportional to `rows` and k: Gumbel noise is -log of an exponential
-    variable, and the k smallest of m exponential variables are sums of E_i / (m - i + 1) (Renyi).
+
+def top_k_gumbel(
+    rows: np.ndarray, scores: np.ndarray, sizes: Sequence[int], k: int, keys: Sequence[RandomKey], of: int | None = None
+) -> np.ndarray:
+    """The k rows with the largest score + Gumbel noise, ascending; rows not in `rows` (ascending) score 0.
+
+    Tables of these `sizes` are laid end to end; each has its key, and the noise on a row is a function of the table's key, the
+    row's number in its table, k and `of`, the rows of all tables (None: these are all). The same law as noise on all rows, in
+    time proportional to `rows` and k.
     """
-    k = min(k, size)
-    rest = size - len(rows)
-    own = scores + generator.gumbel(len(scores))
-    few = min(k, rest)
-    others = -np.log(np.cumsum(generator.standard_exponential(few) / (rest - np.arange(few))))
-    order = np.argsort(-np.concatenate([own, others]), kind="stable")[:k]
-    touched = rows[order[order < len(own)]]
-    picked = generator.choice(rest, len(order) - len(touched))
-    shift = np.searchsorted(rows - np.arange(len(rows)), picked, side="right")
-    return np.sort(np.concatenate([touched, picked + shift]))
+    starts = np.concatenate([[0], np.cumsum(sizes)])
+    width = (k + 6 * math.sqrt(k) + 8) / max(1, int(starts[-1]) if of is None else of)
+    k = min(k, int(starts[-1]))
+    edges = np.searchsorted(rows, starts)
+    noise = [
+        one_gumbel_each(key.child(_TOUCHED), rows[begin:end] - start)
+        for key, start, begin, end in zip(keys, starts, edges, edges[1:])
+    ]
+    others, values = _largest(rows, starts, min(k, int(starts[-1]) - len(rows)), width, keys)
+    noisy = np.concatenate([scores + np.concatenate(noise), values])
+    return np.sort(np.concatenate([rows, others])[np.argsort(-noisy, kind="stable")[:k]])
+
+
+def _largest(
+    rows: np.ndarray, starts: np.ndarray, few: int, width: float, keys: Sequence[RandomKey]
+) -> tuple[np.ndarray, np.ndarray]:
+    """At least the `few` rows not in `rows` that have the largest Gumbel noise, and that noise.
+
+    Gumbel noise is -log E with E exponential, so these are the smallest E. They are drawn in slices of the `width` w, from 0
+    to w, from w to 2 w and so on: a row whose E is not below a slice falls into it with probability 1 - e^-w.
+    """
+    share = -math.expm1(-width)
+    seen, found, values = np.zeros(0, np.int64), [np.zeros(0, np.int64)], [np.zeros(0)]
+    missing, slice_ = few, 0
+    while missing > 0:
+        drawn = [
+            draw_marked_rows(key.child(_UNTOUCHED, slice_), 0, int(end - start), math.log(share))
+            for key, start, end in zip(keys, starts, starts[1:])
+        ]
+        fresh = np.concatenate([own + start for start, (own, _) in zip(starts, drawn)])
+        exponential = slice_ * width - np.log1p(-share * np.concatenate([marks for _, marks in drawn]))
+        new = ~np.isin(fresh, seen)
+        seen = np.concatenate([seen, fresh[new]])
+        new &= ~np.isin(fresh, rows)
+        found.append(fresh[new])
+        values.append(-np.log(exponential[new]))
+        missing, slice_ = missing - int(new.sum()), slice_ + 1
+    return np.concatenate(found), np.concatenate(values)

@@ -17,11 +17,14 @@ from torch import Tensor
 
 from sparsedp.accounting import ExponentialMechanismDpEvent, calibrate
 from sparsedp.capture import Captured, RowSpace
+from sparsedp.contribution import Contribution
 from sparsedp.errors import SparseDPWarning, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.grid import grid_of, round_to
 from sparsedp.mechanisms.base import Count, Frequencies, Mechanism, Step
+from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.noise import RandomKey
+from sparsedp.tables import TableSpec
 
 
 @dataclass(frozen=True)
@@ -32,8 +35,7 @@ class FEST(Mechanism):
     data at a cost of (`epsilon`, `delta`), which enters the ledger exactly:
 
     - method "gaussian": one release of all frequencies with Gaussian noise, then the top k as post-processing. A unit
-      with n distinct rows adds min(1, count_clip / sqrt(n)) to each, so the l2 sensitivity is `count_clip`, and the
-      cost does not depend on k.
+      adds a `Contribution` to its rows, so the l2 sensitivity is `count_clip`, and the cost does not depend on k.
     - method "gumbel": counts plus Gumbel noise, the k largest. That equals k exponential mechanisms in a row, so the
       scale is calibrated for k picks (the paper's Algorithm 2, with scale 1/epsilon, costs about sqrt(k) times its
       epsilon).
@@ -96,13 +98,13 @@ class FEST(Mechanism):
         return _selection_event(self.method, self.k, self.epsilon, self.delta)[0]
 
     def prepare(
-        self, tables: Mapping[str, Tensor], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
+        self, tables: Mapping[str, TableSpec], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         space = RowSpace.of(tables)
         if not space.names:
             return {}
         share = self._share(len(space.names))
-        scores = self._scores(space, count, key.generator(0))
+        scores = self._scores(tables, count, key)
         if self.frequencies == "running" and memory is not None:
             for name in scores:
                 if name in memory:
@@ -137,17 +139,18 @@ class FEST(Mechanism):
             )
         return self.k // tables
 
-    def _scores(self, space: RowSpace, count: Count, generator: CipherGenerator) -> dict[str, np.ndarray]:
+    def _scores(self, tables: Mapping[str, TableSpec], count: Count, key: RandomKey) -> dict[str, np.ndarray]:
+        """The noise on a row's frequency is its own: that at the row's place in a sequence of the table's."""
         if self.counts is not None:
-            return {name: self._public(name, size) for name, size in zip(space.names, space.sizes)}
+            return {name: self._public(name, table.rows) for name, table in tables.items()}
         scale = _selection_event(self.method, self.k, self.epsilon, self.delta)[1]
         counted = count(self.count_clip if self.method == "gaussian" else None)
-        draw = generator.standard_normal if self.method == "gaussian" else generator.gumbel
-        std = scale * self.count_clip if self.method == "gaussian" else scale
+        draw = CipherGenerator.standard_normal if self.method == "gaussian" else CipherGenerator.gumbel
+        std = scale * Contribution(self.count_clip).sensitivity if self.method == "gaussian" else scale
         # Frequencies with Gaussian noise are released: their sums so far are kept, and a checkpoint holds them. Of those with
         # Gumbel noise only the names of the largest are.
         grid = grid_of(std) if self.method == "gaussian" else 0.0
-        noisy = {name: std * draw(size) for name, size in zip(space.names, space.sizes)}
+        noisy = {name: std * draw(key.generator(table.index), table.rows) for name, table in tables.items()}
         return {
             name: round_to(counted[name].numpy() + noise if name in counted else noise, grid)
             for name, noise in noisy.items()
@@ -161,6 +164,9 @@ class FEST(Mechanism):
         if np.isnan(counts).any():  # which would sort as the largest
             raise ValueError(f"counts has NaN among the frequencies for table '{name}'")
         return counts
+
+    def expected_selection(self, rows: RowCounts, noise_multiplier: float) -> Expected:
+        return rows.all_chosen()
 
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         return {name: step.prepared[name] for name in step.tables}

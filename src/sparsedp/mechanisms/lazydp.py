@@ -9,8 +9,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from sparsedp.capture import Captured, RowSpace
+from sparsedp.contribution import touched_rows, warn_of_whole_tables
 from sparsedp.mechanisms.base import Mechanism, Step
-from sparsedp.mechanisms.contribution import touched_rows, warn_of_whole_tables
+from sparsedp.mechanisms.expectation import Expected, RowCounts
+from sparsedp.tables import LazyOwner, Owner, Ownership
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,12 @@ class LazyDP(Mechanism):
             "(epsilon, delta)-differential privacy, as DP-SGD's, for settled weights: what state_dict, checkpoints, copies "
             "and the module's outputs give. The memory of the training process between steps is not covered"
         )
+
+    def owner(self, ownership: Ownership) -> Owner:
+        return LazyOwner(ownership, self.aggregate)
+
+    def expected_selection(self, rows: RowCounts, noise_multiplier: float) -> Expected:
+        return rows.all_chosen()
 
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         """The rows that have a gradient. All others change by noise alone, later."""

@@ -1,16 +1,59 @@
-"""Which rows the units of a batch touch, over all tables together, and how much each unit may add to each."""
+"""Which rows the units of a batch touch, over all tables together, and how much each unit may add to each.
+
+AdaFEST's map, FEST's counts, released frequencies and predictions all add up contributions of units to rows. How much a unit
+adds, and the bound that noise is calibrated to, is said here and nowhere else.
+"""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numba import njit
 from torch import Tensor
 
-from sparsedp.capture import Captured, RowSpace
-from sparsedp.capture.kernels import clipped_counts, find
+from sparsedp.capture import Captured, RowSpace, kernels
 from sparsedp.errors import SparseDPWarning
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """A unit adds min(1, clip / sqrt(n)) to each of the n distinct rows that it touches, over all tables; 1 without a clip."""
+
+    clip: float | None
+
+    @property
+    def sensitivity(self) -> float:
+        """The largest l2 norm of what a unit adds: sqrt(n) min(1, clip / sqrt(n)) <= clip."""
+        return math.inf if self.clip is None else self.clip
+
+    def shares(self, touched: Tensor) -> Tensor:
+        """What units that touch so many rows add to each of them, float64, of the same shape."""
+        return (self.sensitivity / touched.double().clamp_min(1).sqrt()).clamp_max(1.0)
+
+    def sums(self, units: Tensor, at: Tensor, many: int, places: int) -> Tensor:
+        """What `many` units add to each of the `places`, (places,) float64: unit units[k] touches at[k]; pairs are distinct."""
+        if kernels.compiled(units, at):
+            return torch.from_numpy(_sums(units.numpy(), at.numpy(), self.sensitivity, many, places))
+        shares = self.shares(torch.bincount(units, minlength=many))
+        return torch.zeros(places, dtype=torch.float64, device=at.device).index_add_(0, at, shares[units])
+
+
+@njit(cache=True, nogil=True)
+def _sums(units: np.ndarray, at: np.ndarray, clip: float, many: int, places: int) -> np.ndarray:
+    """As `Contribution.shares`, in one loop."""
+    shares, total = np.zeros(many, np.float64), np.zeros(places, np.float64)
+    for k in range(len(units)):
+        shares[units[k]] += 1
+    for i in range(many):
+        shares[i] = min(1.0, clip / np.sqrt(max(1.0, shares[i])))
+    for k in range(len(at)):
+        total[at[k]] += shares[units[k]]
+    return total
 
 
 def touched_rows(batch: Sequence[Captured], space: RowSpace) -> Tensor:
@@ -60,18 +103,17 @@ def contribution_map(
 ) -> tuple[Tensor, Tensor]:
     """The sum over units of their clipped contributions [v_i]_C1 (DP-AdaFEST, Algorithm 1, line 6, without its noise).
 
-    A unit that touches n distinct rows, over all tables, adds min(1, C1 / sqrt(n)) to each of them, so its part has
-    norm at most C1. `within` restricts everything to some global rows, ascending. Returns the touched global rows,
-    distinct and ascending, and their values.
+    What a unit adds is a `Contribution` with C1 = `clip`, so its part has norm at most C1. `within` restricts everything to some
+    global rows, ascending. Returns the touched global rows, distinct and ascending, and their values.
     """
     all_rows, all_values = [], []
     for captured in batch:
         rows, units, at = touched_pairs(captured, space)
-        kept = None if within is None else find(within, rows) >= 0
+        kept = None if within is None else kernels.find(within, rows) >= 0
         if kept is not None:
             inside = kept[at]
             units, at = units[inside], at[inside]
-        values = clipped_counts(units, at, clip, captured.units, rows.numel())
+        values = Contribution(clip).sums(units, at, captured.units, rows.numel())
         all_rows.append(rows if kept is None else rows[kept])
         all_values.append(values if kept is None else values[kept])
     if len(batch) == 1:

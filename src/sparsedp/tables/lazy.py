@@ -1,13 +1,12 @@
-"""The tables of a LazyDP run: which rows are owed noise, and settling them (LazyDP, Algorithm 1)."""
+"""An owner whose rows are owed noise until they are read (LazyDP, Algorithm 1): which are, and settling them."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +19,10 @@ from torch.optim import SGD
 from sparsedp.capture import kernels
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.grid import grid_of, round_to
-from sparsedp.lazy.pace import Coefficients, Pace
-from sparsedp.noise import RandomKey, add_row_normals, move_row_pairs, row_normals
+from sparsedp.noise import WAITING, RandomKey, add_row_normals, move_row_pairs, row_normals
+from sparsedp.tables.guard import guard, guarded_alias, settle_before, unguard
+from sparsedp.tables.owner import Owner, Ownership
+from sparsedp.tables.pending import Coefficients, PendingSteps
 from sparsedp.threads import on_all_cores, split
 
 # Elements of a table that are settled together, and from how many on a progress bar is shown.
@@ -40,12 +41,18 @@ STEP, _AGGREGATED, _MOMENTUM, _TOUCHED = 0, 1, 2, 3
 
 @dataclass
 class _Table:
+    name: str
     index: int  # in the noise's key
-    parameter: nn.Parameter
-    since: Tensor  # int32 (rows,): the step of its group's pace up to which a row is settled
+    parameter: nn.Parameter  # all rows, also those of other owners
+    owned: range
+    since: Tensor  # int32 (rows,): the pending step of its group up to which an owned row is settled
     width: int  # elements of a row
-    settled: int = 0  # the latest step of the pace at which all rows were
-    awake: bool = True  # frozen tables get no noise
+    settled: int = 0  # the latest pending step at which all rows were
+    trained: bool = True  # frozen tables get no noise
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """The owned rows of the parameter, or of its momentum."""
+        return tensor if len(self.owned) == len(tensor) else tensor[self.owned.start : self.owned.stop]
 
 
 @dataclass
@@ -55,9 +62,9 @@ class _Group:
     optimizer: SGD
     index: int  # of the parameter group
     tables: dict[str, _Table]
-    first: int  # the run's step at which the pace began
-    pace: Pace = field(default_factory=Pace)
-    steps: list[Coefficients] = field(default_factory=list)  # of the pace
+    first: int  # the run's step at which the pending ones began
+    pending: PendingSteps = field(default_factory=PendingSteps)
+    steps: list[Coefficients] = field(default_factory=list)  # of the pending ones
 
     @property
     def coefficients(self) -> Coefficients:
@@ -68,59 +75,77 @@ class _Group:
         )
 
 
-class LazyTables:
-    """Owns the rows of a run's tables: settles them before they are read, and lets them take their gradients.
+class LazyOwner(Owner):
+    """Settles rows before they are read, and lets them take their gradients.
 
-    `std` is the deviation of a step's noise on the averaged gradient. With `aggregate` a row's pending noise is one draw,
-    otherwise the sum of what eager DP-SGD would have drawn step by step.
+    With `aggregate` a row's pending noise is one draw, otherwise the sum of what eager DP-SGD would have drawn step by step.
     """
 
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], optimizer: SGD, key: Callable[[], RandomKey], std: float,
-        aggregate: bool, steps: Callable[[], int],
-    ) -> None:  # fmt: skip
-        """`parameters` are the tables by name; `key()` is the noise's key; `steps()` the run's steps so far."""
+    adds_noise = True
+
+    def __init__(self, ownership: Ownership, aggregate: bool = True) -> None:
+        super().__init__(ownership)
         self.broken = False  # whether rows were claimed that did not get their noise
-        # Entered around settling, as an optimizer's stages are around theirs.
-        self.stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
-        self.wrap: Callable[[Tensor, str], Tensor] = lambda tensor, name: tensor  # guards what shares a table's fate
         self._lock, self._process = threading.RLock(), os.getpid()
+        optimizer = ownership.optimizer
+        assert isinstance(optimizer, SGD)  # others are refused before
         self._optimizer = optimizer
-        self._key, self._std, self._aggregate, self._steps = key, std, aggregate, steps
-        tables = {
-            name: _Table(index, parameter, torch.zeros(len(parameter), dtype=torch.int32), parameter.shape[1:].numel())
-            for index, (name, parameter) in enumerate(parameters.items())
-        }
+        self._std, self._aggregate, self._steps = ownership.std, aggregate, ownership.steps
+        self._keys: tuple[RandomKey, RandomKey] | None = None
+        self._guard: Owner | None = None  # who settles what the guards see; None: there are none
+        tables = {}
+        for name, spec in ownership.tables.items():
+            owned = ownership.owned(name)
+            since = torch.zeros(len(owned), dtype=torch.int32)
+            tables[name] = _Table(name, spec.index, ownership.parameters[name], owned, since, spec.dim)
         self._groups = []
         for index, settings in enumerate(optimizer.param_groups):
             held = {id(parameter) for parameter in settings["params"]}
             mine = {name: table for name, table in tables.items() if id(table.parameter) in held}
-            self._groups.append(_Group(optimizer, index, mine, steps()))
+            self._groups.append(_Group(optimizer, index, mine, ownership.steps()))
         self._group_of = {name: group for group in self._groups for name in group.tables}
 
-    def __contains__(self, name: str) -> bool:
-        return name in self._group_of
+    def _key(self) -> RandomKey:
+        """Of the noise that rows wait for, which every lookup asks for; derived again where a run is resumed."""
+        if self._keys is None or self._keys[0] is not self.run.key():
+            self._keys = self.run.key(), self.run.key().child(WAITING)
+        return self._keys[1]
+
+    def attach(self, whole: Owner | None = None) -> Callable[[Callable, tuple, dict], None]:
+        self._guard = whole or self
+        for name, parameter in self.run.parameters.items():
+            guard(parameter, self._guard, name)
+        return settle_before
+
+    def detach(self) -> None:
+        self.settle_all()
+        for parameter in self.run.parameters.values():
+            unguard(parameter)
 
     # ------------------------------------------------------------------ before a read
 
-    def settle(self, name: str, ids: Tensor) -> None:
-        """Gives the rows `ids` of a table the noise that they are owed. Any shape; repeated ids are settled once.
+    def before_read(self, name: str, rows: Tensor | None) -> None:
+        """Gives rows the noise that they are owed. Repeated ones are settled once.
 
-        All rows if some id is negative, which counts from the end, or too large, which is torch's to refuse.
+        All rows if some number is negative, which counts from the end, or too large, which is torch's to refuse.
         """
-        with self.stage("settling"):
-            self._settle_rows(name, ids)
+        if rows is None:
+            self.settle_all([name])
+            return
+        with self.run.stage("settling"):
+            self._settle(name, rows)
 
-    def _settle_rows(self, name: str, ids: Tensor) -> None:
+    def _settle(self, name: str, ids: Tensor) -> None:
         self._require_whole()
         group = self._group_of[name]
         table = group.tables[name]
-        if table.settled >= group.pace.steps or not table.awake:
+        if table.settled >= group.pending.steps or not table.trained:
             return
         flat = ids.reshape(-1)
         flat.cpu().numpy()  # ids without memory, such as torch.vmap's, fail here: later, rows would be claimed without noise
+        flat = flat - table.owned.start if table.owned.start else flat
         with self._settling(table):
-            claimed = kernels.claim(table.since, flat, group.pace.steps)
+            claimed = kernels.claim(table.since, flat, group.pending.steps)
             if claimed is not None:
                 self._make_momentum(group, table)
                 rows, since = claimed
@@ -131,17 +156,17 @@ class LazyTables:
 
     def settle_all(self, names: Collection[str] | None = None) -> None:
         """Settles all rows of some tables, or of all."""
-        with self.stage("settling"):
+        with self.run.stage("settling"):
             self._require_whole()
             for name, group in self._group_of.items():
                 table = group.tables[name]
-                if (names is None or name in names) and table.awake and table.settled < group.pace.steps:
+                if (names is None or name in names) and table.trained and table.settled < group.pending.steps:
                     self._settle_table(name, group, table)
 
     def pending(self) -> dict[str, int]:
         """How many rows of each table are owed noise."""
         return {
-            name: int((group.tables[name].since < group.pace.steps).sum()) if group.tables[name].awake else 0
+            name: int((group.tables[name].since < group.pending.steps).sum()) if group.tables[name].trained else 0
             for name, group in self._group_of.items()
         }
 
@@ -172,16 +197,16 @@ class LazyTables:
 
             def settle(first: int) -> None:
                 ids = torch.arange(first, min(first + size, rows))
-                claimed = kernels.claim(table.since, ids, group.pace.steps)
+                claimed = kernels.claim(table.since, ids, group.pending.steps)
                 assert claimed is not None
                 self._move(group, table, *claimed)
                 advance(len(ids))
 
             on_all_cores(settle, range(0, rows, size))
-        table.settled = group.pace.steps
+        table.settled = group.pending.steps
 
     def _restart(self, group: _Group) -> None:
-        group.pace.restart()
+        group.pending.restart()
         group.steps.clear()
         group.first = self._steps()
         for table in group.tables.values():
@@ -225,13 +250,12 @@ class LazyTables:
             return
         before = since.numpy()
         with torch._C.DisableTorchFunctionSubclass():
-            weight = table.parameter.detach()
-            momentum = self._momentum(table) if group.pace.has_momentum else None
+            weight, momentum = self._tensors(group, table)
             if not self._aggregate:
                 self._settle_by_step(group, table, weight, momentum, rows, before)
             elif self._std == 0:
-                if group.pace.drifts:
-                    _drift(group.pace.transition(before), weight, momentum, rows)
+                if group.pending.drifts:
+                    _drift(group.pending.transition(before), weight, momentum, rows)
             else:
                 self._settle_at_once(group, table, weight, momentum, rows, before)
 
@@ -239,21 +263,22 @@ class LazyTables:
         self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor | None, rows: Tensor, since: np.ndarray
     ) -> None:
         """One draw with the variance, or covariance, of all steps that are pending; the result is rounded to a grid."""
-        now, grids = group.first + group.pace.steps, self._grids(group)
-        drift, std = group.pace.transition(since), self._std * group.pace.deviation(since)
+        now, grids = group.first + group.pending.steps, self._grids(group)
+        drift, std = group.pending.transition(since), self._std * group.pending.deviation(since)
         key = self._key().child(_AGGREGATED, table.index, now)
         if momentum is not None:
             own = self._key().child(_MOMENTUM, table.index, now)
-            move_row_pairs((key, own), weight, momentum, rows, drift, std, grids)
+            move_row_pairs((key, own), weight, momentum, rows, drift, std, grids, None, table.owned.start)
         elif grids[0]:  # otherwise the learning rate was 0
-            add_row_normals(key, weight, rows, std[0], grids[0], drift[0] if group.pace.drifts else None)
+            factor = drift[0] if group.pending.drifts else None
+            add_row_normals(key, weight, rows, std[0], grids[0], factor, table.owned.start)
 
     def _grids(self, group: _Group) -> tuple[float, float]:
         """The grids of settled weights and momenta, by the noise of one step: all that is pending has at least as much.
 
         They depend on the present alone. By how many steps a row waited for, its grid would tell when it was touched.
         """
-        weight, momentum = (grid_of(self._std * reach) for reach in group.pace.reach)
+        weight, momentum = (grid_of(self._std * reach) for reach in group.pending.reach)
         return weight and max(weight, _FINEST), momentum and max(momentum, _FINEST)
 
     def _refines(self, group: _Group, step: Coefficients) -> bool:
@@ -271,7 +296,7 @@ class LazyTables:
         self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor | None, rows: Tensor, since: np.ndarray
     ) -> None:
         """The noise of each pending step, as eager DP-SGD would have drawn it."""
-        for step in range(int(since.min()), group.pace.steps):
+        for step in range(int(since.min()), group.pending.steps):
             mine = rows[torch.from_numpy(since <= step)]
             self._take_step(group, table, weight, momentum, mine, step, None)
 
@@ -279,10 +304,11 @@ class LazyTables:
         self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor | None, rows: Tensor, step: int,
         sums: Tensor | None,
     ) -> None:  # fmt: skip
-        """Moves rows by one step of the pace, with its noise and the sums of their gradients, rounded together."""
+        """Moves rows by one of the pending steps, with its noise and the sums of their gradients, rounded together."""
         total = torch.zeros_like(weight[rows]) if sums is None else sums
         if self._std > 0:
-            noise = row_normals(self._key().child(STEP, table.index, group.first + step), rows, weight)
+            key = self._key().child(STEP, table.index, group.first + step)
+            noise = row_normals(key, rows + table.owned.start, weight)
             total = round_to(self._std * noise.double() + total, grid_of(self._std)).to(weight)
         moved = group.steps[step].take(weight[rows], None if momentum is None else momentum[rows], total)
         for state, values in zip((weight, momentum), moved):
@@ -291,8 +317,13 @@ class LazyTables:
 
     def _make_momentum(self, group: _Group, table: _Table) -> None:
         """Once, and not by each of several threads."""
-        if group.pace.has_momentum:
+        if group.pending.has_momentum:
             self._momentum(table)
+
+    def _tensors(self, group: _Group, table: _Table) -> tuple[Tensor, Tensor | None]:
+        """The owned rows of a table, and of its momentum if there is one. Call with torch functions of subclasses disabled."""
+        momentum = table.own(self._momentum(table)) if group.pending.has_momentum else None
+        return table.own(table.parameter.detach()), momentum
 
     def _momentum(self, table: _Table) -> Tensor:
         """torch's momentum buffer of a table, which it would make at the first step."""
@@ -302,8 +333,10 @@ class LazyTables:
             if buffer is None:
                 buffer = torch.zeros_like(table.parameter.detach(), memory_format=torch.contiguous_format)
             if type(buffer) in (Tensor, nn.Parameter):  # new, or loaded
-                name = next(name for group in self._groups for name, own in group.tables.items() if own is table)
-                buffer = state["momentum_buffer"] = self.wrap(buffer.as_subclass(Tensor), name)
+                buffer = buffer.as_subclass(Tensor)
+                if self._guard is not None:
+                    buffer = guarded_alias(buffer, self._guard, table.name)
+                state["momentum_buffer"] = buffer
         return buffer
 
     # ------------------------------------------------------------------ a step
@@ -320,42 +353,42 @@ class LazyTables:
                     "LazyDP cannot take a step without momentum and with a learning rate times weight decay close to 1. "
                     "Change one of them."
                 )
-            falling_asleep = [name for name, table in group.tables.items() if table.awake and name not in trained]
-            self.settle_all(falling_asleep)
+            frozen = [name for name, table in group.tables.items() if table.trained and name not in trained]
+            self.settle_all(frozen)
             # Waiting rows would have to carry their momentum from before.
-            starts = step.has_momentum and not group.pace.has_momentum
-            if group.pace.full or (starts and group.pace.steps):
+            starts = step.has_momentum and not group.pending.has_momentum
+            if group.pending.full or (starts and group.pending.steps):
                 self.settle_all(group.tables)
                 self._restart(group)
             elif self._refines(group, step):
                 self.settle_all(group.tables)
             for name, table in group.tables.items():
-                if name in trained and not table.awake:
-                    table.since.fill_(group.pace.steps)
-                    table.settled = group.pace.steps
-                table.awake = name in trained
+                if name in trained and not table.trained:
+                    table.since.fill_(group.pending.steps)
+                    table.settled = group.pending.steps
+                table.trained = name in trained
 
     def apply(self, name: str, rows: Tensor, values: Tensor) -> None:
-        """Lets rows that were settled before this step take its gradients. `advance` has counted it already.
+        """Lets rows that were settled before this step take its gradients, without noise.
 
         With momentum they take its noise, too: w and v would otherwise be rounded apart while they wait, by as much as
         their sums decide, and after one step w tells v but for rounding.
         """
         group = self._group_of[name]
         table = group.tables[name]
-        assert table.awake
+        assert table.trained
+        rows = rows - table.owned.start if table.owned.start else rows
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            weight = table.parameter.detach()
-            if self._aggregate and not group.pace.has_momentum:
+            weight, momentum = self._tensors(group, table)
+            if self._aggregate and not group.pending.has_momentum:
                 pulled = group.coefficients.pull_back()
                 assert pulled is not None  # `begin` refuses it
                 if pulled:
                     kernels.move_rows(weight, rows, values, pulled)
                 return
-            momentum = self._momentum(table) if group.pace.has_momentum else None
-            step, sums = group.pace.steps - 1, values.reshape(len(rows), *weight.shape[1:])
+            step, sums = group.pending.steps - 1, values.reshape(len(rows), *weight.shape[1:])
             with self._moving():
-                claimed = kernels.claim(table.since, rows, group.pace.steps)
+                claimed = kernels.claim(table.since, rows, group.pending.steps)
                 assert claimed is not None and bool((claimed[1] == step).all()), "rows must be settled before a step"
                 if momentum is None or not self._aggregate or self._std == 0:
                     self._take_step(group, table, weight, momentum, rows, step, sums)
@@ -369,11 +402,12 @@ class LazyTables:
         self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor, rows: Tensor, sums: Tensor
     ) -> None:
         """One step of touched rows and their momenta."""
-        own, now = group.coefficients, group.first + group.pace.steps
+        own, now = group.coefficients, group.first + group.pending.steps
         drift = np.tile(np.array([[own.ww], [own.wv], [own.vw], [own.vv]]), len(rows))
         std = np.tile(self._std * np.array([[own.gw], [own.gv], [0.0]]), len(rows))
         key = self._key().child(_TOUCHED, table.index, now)
-        move_row_pairs((key, key), weight, momentum, rows, drift, std, self._grids(group), sums / self._std)
+        shift = sums / self._std
+        move_row_pairs((key, key), weight, momentum, rows, drift, std, self._grids(group), shift, table.owned.start)
 
     def advance(self) -> None:
         """Takes a step: all rows are owed its noise."""
@@ -382,7 +416,7 @@ class LazyTables:
                 continue
             step = group.coefficients
             group.steps.append(step)
-            group.pace.advance(step)
+            group.pending.advance(step)
 
 
 def _drift(phi: np.ndarray, weight: Tensor, momentum: Tensor | None, rows: Tensor) -> None:

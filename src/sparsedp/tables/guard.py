@@ -3,6 +3,11 @@
 A guarded table is the same parameter object with another class, so that torch calls `__torch_function__` for every
 operation on it: `state_dict`, `deepcopy`, pickling, `.to()`, export, printing. What shares its memory (`.data`, `.detach()`,
 a slice, the values of a `state_dict`) is guarded too, because training may go on before it is read.
+
+Other ways were tried. A `TorchFunctionMode` sees operations only while it is entered, so not a `state_dict` or a pickle after
+training. Hooks on `state_dict` miss `.data`, slices, `deepcopy` and printing. A new parameter in the module's place is not the
+one that the user's optimizer, ties and other references hold. Dispatch keys act below autograd, where the rows that a lookup
+asks for are no longer told from a read of the whole table. So the object stays and its class changes.
 """
 
 from __future__ import annotations
@@ -15,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsedp.lazy.tables import LazyTables
+from sparsedp.tables.owner import Owner
 
 # What tells something about a tensor, but nothing of its values.
 _METADATA = {
@@ -30,8 +35,11 @@ _VALUES = {"data", "T", "mT", "H", "mH", "real", "imag"}
 class _Guarded:
     """What guarded tables and their aliases share."""
 
-    lazy_tables: LazyTables
-    lazy_name: str
+    table_owner: Owner
+    table_name: str
+
+    def settle_table(self) -> None:
+        self.table_owner.before_read(self.table_name, None)
 
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -46,7 +54,7 @@ class _Guarded:
 
     def as_subclass(self, cls: type) -> Any:
         """torch does not ask `__torch_function__` about this one."""
-        self.lazy_tables.settle_all([self.lazy_name])
+        self.settle_table()
         with torch._C.DisableTorchFunctionSubclass():
             return _with_aliases_guarded(torch.Tensor.as_subclass(self, cls), [self])  # type: ignore[arg-type]
 
@@ -56,14 +64,14 @@ class _Guarded:
     def __deepcopy__(self, memo: dict) -> Tensor:
         """An ordinary tensor with settled values."""
         with torch._C.DisableTorchFunctionSubclass():
-            self.lazy_tables.settle_all([self.lazy_name])
+            self.settle_table()
             copy = _plain(self).clone()
             found: Tensor = nn.Parameter(copy, self.requires_grad) if isinstance(self, LazyTable) else copy
         memo[id(self)] = found
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        self.lazy_tables.settle_all([self.lazy_name])
+        self.settle_table()
         with torch._C.DisableTorchFunctionSubclass():
             plain = _plain(self)
             found: Tensor = nn.Parameter(plain, self.requires_grad) if isinstance(self, LazyTable) else plain
@@ -78,16 +86,16 @@ class LazyAlias(_Guarded, torch.Tensor):
     """Something that shares its memory with a lazy table."""
 
 
-def guard(parameter: nn.Parameter, tables: LazyTables, name: str) -> None:
-    """Guards a table, and its momentum when there is one."""
+def guard(parameter: nn.Parameter, owner: Owner, name: str) -> None:
+    """Guards a table; `owner` has all of its rows."""
     parameter.__class__ = LazyTable
-    parameter.lazy_tables, parameter.lazy_name = tables, name  # type: ignore[attr-defined]
-    tables.wrap = lambda tensor, own: _alias(tensor, tables, own)
+    parameter.table_owner, parameter.table_name = owner, name  # type: ignore[attr-defined]
 
 
-def _alias(tensor: Tensor, tables: LazyTables, name: str) -> LazyAlias:
+def guarded_alias(tensor: Tensor, owner: Owner, name: str) -> LazyAlias:
+    """The same memory, guarded as the table is: a momentum waits for its noise as the weights do."""
     alias = torch.Tensor.as_subclass(tensor, LazyAlias)
-    alias.lazy_tables, alias.lazy_name = tables, name
+    alias.table_owner, alias.table_name = owner, name
     return alias
 
 
@@ -95,17 +103,13 @@ def unguard(parameter: nn.Parameter) -> None:
     """Makes a settled table an ordinary parameter again."""
     if isinstance(parameter, LazyTable):
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        del parameter.lazy_tables, parameter.lazy_name
+        del parameter.table_owner, parameter.table_name
 
 
 def settle_before(func: Callable, args: tuple, kwargs: dict) -> None:
     """Settles what an operation is about to read: the rows that it looks up, or all rows."""
     for tensor in _guarded_in((args, kwargs)):
-        ids = looked_up(func, args, kwargs, tensor)
-        if ids is None:
-            tensor.lazy_tables.settle_all([tensor.lazy_name])
-        else:
-            tensor.lazy_tables.settle(tensor.lazy_name, ids)
+        tensor.table_owner.before_read(tensor.table_name, looked_up(func, args, kwargs, tensor))
 
 
 def looked_up(func: Callable, args: tuple, kwargs: dict, table: Any) -> Tensor | None:
@@ -156,7 +160,7 @@ def _with_aliases_guarded(out: Any, guarded: list[Any]) -> Any:
         memory = out.untyped_storage().data_ptr()
         for table in guarded:
             if memory and memory == table.untyped_storage().data_ptr():
-                return _alias(out, table.lazy_tables, table.lazy_name)
+                return guarded_alias(out, table.table_owner, table.table_name)
         return out
     if type(out) in (tuple, list):
         return type(out)(_with_aliases_guarded(item, guarded) for item in out)

@@ -65,7 +65,7 @@ class Coefficients:
         )
 
 
-class Pace:
+class PendingSteps:
     """The steps since all rows were settled, and how each row that waits since one of them has to be moved.
 
     `steps` is the present, counted from then on: a row that is settled up to step t0 < `steps` is owed noise.

@@ -1,0 +1,267 @@
+"""One private step: its lines are the stages that a batch goes through.
+
+    touched rows, selection, clip, sum, noise, ledger, update
+
+A batch may come in physical parts. A part is clipped and summed as soon as the selection is known: at once where all rows may
+change, and with the last part where the mechanism selects rows, because it looks at the whole batch. Noise is added to the sums
+of all parts, and rounded together with them. The ledger is written before the update: if that is interrupted, the budget counts
+as spent.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsedp.accounting.ledger import Ledger
+from sparsedp.capture import Captured, RowNorms, RowSpace, TouchedRows
+from sparsedp.capture.kernels import LARGEST
+from sparsedp.contribution import touched_rows
+from sparsedp.errors import NonFiniteGradientError
+from sparsedp.gradient import NoisyGradient
+from sparsedp.mechanisms.base import Step
+from sparsedp.noise import SELECTION, GaussianNoise
+from sparsedp.plan import PrivacyPlan
+from sparsedp.preparation import Preparation
+from sparsedp.sampling import BatchInfo
+from sparsedp.step_report import StepReport, StepTally
+from sparsedp.tables import Ownership, TableSpec
+from sparsedp.tables.local import watched
+
+
+class PrivateStep:
+    """Takes the private steps of a run."""
+
+    def __init__(
+        self,
+        plan: PrivacyPlan,
+        parameters: Mapping[str, nn.Parameter],
+        tables: Mapping[str, TableSpec],
+        inner: Optimizer,
+        noise: GaussianNoise,
+        ledger: Ledger,
+        preparation: Preparation,
+    ) -> None:
+        """`parameters` are the private ones by name, `tables` the tables among them, `inner` the user's own optimizer."""
+        self.plan, self.inner, self.noise, self.ledger, self.preparation = plan, inner, noise, ledger, preparation
+        self.tables = tables
+        # Entered around each stage of a step; benchmarks put a stopwatch here.
+        self.stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self._parameters = dict(parameters)
+        self._buffers: dict[str, Tensor] = {}  # of gradients, from step to step
+        self._last: StepReport | Callable[[], StepReport] | None = None
+        # The deviation of the noise on the averaged gradient: the sums that are added up are divided, too.
+        self.std = plan.mechanism.gradient_noise(plan.noise_multiplier) * plan.clipping.max_norm / plan.divisor
+        self.owner = plan.mechanism.owner(
+            Ownership(
+                tables=tables,
+                parameters={name: self._parameters[name] for name in tables},
+                optimizer=inner,
+                key=lambda: self.noise.key,
+                std=self.std,
+                steps=lambda: self.ledger.steps,
+                stage=lambda name: self.stage(name),
+            )
+        )
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops the parts of an unfinished batch."""
+        self._waiting: list[Captured] = []  # parts that are not clipped yet
+        self._gradient: NoisyGradient | None = None
+        self._tally = StepTally()
+
+    def take(self, batch: BatchInfo, captured: Captured) -> None:
+        """One part of a batch; with its last part, the step is taken."""
+        self._hold(captured, batch)
+        if self.plan.mechanism.selects and not batch.last:
+            return
+        if batch.last:
+            self.preparation.prepare(batch.span)
+        with unguarded():
+            tables = self.trained_tables()
+            if batch.last:
+                self.owner.begin(tables)
+            gradient = self._gradient = self._gradient or self.begin(self._select(tables))  # touched rows, selection
+            while self._waiting:
+                self.add(self._waiting.pop(0), gradient)  # clip, sum
+            if not batch.last:
+                return
+            self.add_noise(gradient)  # noise
+        step, tally = self.ledger.steps, self._tally
+        self.forget()
+        self.ledger.record(self.plan.step_event(batch.span), scope=batch.span)  # ledger
+        self._update(gradient)  # update
+        with unguarded():
+            selection = None if self.owner.adds_noise else gradient.selection  # noise that waits changes all rows
+            norm = self.plan.clipping.max_norm
+            self._last = functools.partial(tally.report, step, gradient.space, selection, self.tables, norm)
+
+    # ------------------------------------------------------------------ the stages
+
+    def _hold(self, captured: Captured, batch: BatchInfo) -> None:
+        """Keeps a part until the selection is known."""
+        with unguarded():
+            if self.plan.mechanism.selects and not (batch.first and batch.last):
+                captured.hold()
+            else:
+                captured.kept.clear()  # nothing can change their memory before the uses are added up
+        self._waiting.append(captured)
+
+    def _select(self, tables: Mapping[str, TableSpec]) -> Mapping[str, Tensor] | None:
+        """The rows that may change; None: all."""
+        if not self.plan.mechanism.selects:
+            return None
+        for captured in self._waiting:
+            captured.require_unchanged()  # since its own step(): a loop may use one tensor for all physical batches
+        with self.stage("selection"):
+            return self.plan.mechanism.select(self._waiting, self.context(self.ledger.steps, tables))
+
+    def context(self, step: int, tables: Mapping[str, TableSpec]) -> Step:
+        """What a selection may look at, besides the batch."""
+        return Step(
+            tables=tables,
+            noise_multiplier=self.plan.noise_multiplier,
+            clipping=self.plan.clipping,
+            scale=self._scale,
+            key=self.noise.key.child(step, SELECTION),
+            prepared=self.preparation.state.rows or {},
+            first=self._last is None,
+        )
+
+    def begin(self, selection: Mapping[str, Tensor] | None) -> NoisyGradient:
+        """The gradient of this step, on the selection, before anything was added to it."""
+        # Whoever keeps a gradient of an earlier step would find sums without noise in it, if its memory were used again.
+        keeps = watched(self.inner) or not type(self.inner).__module__.startswith("torch.optim.")
+        return NoisyGradient(
+            self._parameters,
+            RowSpace.of(self.trained_tables()),
+            selection,
+            {} if keeps else self._buffers,
+            noise_on_rows=not self.owner.adds_noise,
+        )
+
+    def add(self, captured: Captured, gradient: NoisyGradient) -> None:
+        """Clips the units of one part, on the selection, and adds them to the gradient."""
+        if not captured.uses:  # an empty batch
+            return
+        selection = gradient.selection
+        touched = captured.touched(gradient.space)
+        slots = None if selection is None else touched.slots(selection)
+        with self.stage("norms"):
+            norms = self._norms(captured, touched, slots, selection)
+        self._tally.add(captured.units, captured.examples, touched_rows([captured], gradient.space), norms)
+        weights = self.plan.clipping.factors(norms) * (self._scale(captured) / self.plan.divisor)
+        with self.stage("sums"):
+            gradient.add(captured, touched, slots, captured.each(weights))
+
+    def _scale(self, captured: Captured) -> float:
+        """What a captured gradient is multiplied by to be that of the unit's own loss.
+
+        A unit's loss is the sum of its examples' losses. With "mean" the loop's loss is the mean over the examples of the
+        physical batch, whoever's they are, so what it divided by is their number; with "sum" nothing was divided.
+        """
+        return float(captured.examples) if self.plan.loss_reduction == "mean" else 1.0
+
+    def _norms(
+        self, captured: Captured, touched: TouchedRows, slots: Tensor | None, selection: Mapping[str, Tensor] | None
+    ) -> Tensor:
+        """The norm of each unit's gradient over all parameters together, on the selection, (B,), float64.
+
+        Restricts the uses of the tables to the selection.
+        """
+        norms_of_rows = RowNorms()
+        squares: dict[str, Tensor] = {}
+        looked_up = touched.squared_norms(slots, norms_of_rows)
+        if looked_up is not None:
+            self._tally.add_mass(looked_up.every, looked_up.selected)
+            squares.update(zip(looked_up.names, looked_up.selected))
+        for name, uses in captured.uses.items():
+            if name in squares:
+                continue
+            square = captured.squared_norms(uses, norms_of_rows).double()
+            if selection is not None and name in selection:
+                every = square
+                if len(selection[name]) < len(self._parameters[name]):
+                    uses = captured.uses[name] = uses.restricted(selection[name], self._parameters[name][0].numel())
+                    square = captured.squared_norms(uses, norms_of_rows).double()
+                self._tally.add_mass(every, square)
+            squares[name] = square
+        total = torch.stack(list(squares.values())).sum(0)
+        # Beyond this, a clip factor would be too small a number to be exact in float32.
+        if not (total < LARGEST**2).all():
+            infinite = [name for name, square in squares.items() if not (square < LARGEST**2).all()]
+            raise NonFiniteGradientError(
+                f"The gradient of parameter '{(infinite or list(squares))[0]}', or an input that it is made of, is NaN or "
+                f"infinite, or larger than {LARGEST:g}, for some unit. The step was not taken."
+            )
+        return total.sqrt() * self._scale(captured)
+
+    def add_noise(self, gradient: NoisyGradient) -> None:
+        """To the sums of the whole batch, with which it is rounded."""
+        with self.stage("noise"):
+            for part in self.owner.noise_parts(gradient.sums):
+                self.noise.add(part, self.std, self.ledger.steps)
+
+    def _update(self, gradient: NoisyGradient) -> None:
+        """Lets the owner of the tables and the user's optimizer move the parameters."""
+        try:
+            with self.stage("update"):
+                with unguarded():
+                    sparse = self.hand_over(gradient)
+                with _without_warnings() if sparse else nullcontext():
+                    self.inner.step()  # guarded: somebody's hooks may read the weights
+        finally:
+            self.drop_gradients()
+
+    def hand_over(self, gradient: NoisyGradient) -> bool:
+        """Gives selected rows their gradients through their owner, and the user's optimizer all others.
+
+        Returns whether some of the gradients are sparse.
+        """
+        rows = gradient.selection or {}
+        self.owner.advance()  # first: if the update is interrupted, its noise is owed all the same
+        for name, parameter in self._parameters.items():
+            if name in rows:
+                self.owner.apply(name, rows[name], gradient.values[name])
+            elif parameter.requires_grad:
+                parameter.grad = gradient.values[name]
+        return any(p.grad is not None and p.grad.is_sparse for p in self._parameters.values())
+
+    def drop_gradients(self) -> None:
+        with unguarded():
+            for parameter in self._parameters.values():
+                parameter.grad = None
+
+    # ------------------------------------------------------------------ what others ask for
+
+    def trained_tables(self) -> dict[str, TableSpec]:
+        return {name: table for name, table in self.tables.items() if self._parameters[name].requires_grad}
+
+    @property
+    def report(self) -> StepReport | None:
+        """What the last step did, which is worked out when somebody asks; None before the first."""
+        if callable(self._last):
+            with unguarded():
+                self._last = self._last()
+        return self._last
+
+
+def unguarded() -> AbstractContextManager[Any]:
+    """Within it lazy tables are as they are: their guards would settle what is about to be updated."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    """torch's own optimizers make sparse tensors in a way that torch warns about."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse invariant checks")
+        yield

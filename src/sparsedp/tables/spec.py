@@ -1,0 +1,40 @@
+"""What is known of a table without its weights, and which parameters of a module are tables."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """An embedding weight of `rows` x `dim`, wherever its rows are."""
+
+    name: str  # as `named_parameters` has it
+    rows: int
+    dim: int
+    dtype: torch.dtype
+    index: int  # the table's place among the private parameters, by which its noise is drawn
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self.rows, self.dim))
+
+
+def table_specs(parameters: Mapping[str, Tensor], tables: Collection[str]) -> dict[str, TableSpec]:
+    """The specs of some of the private parameters of a module, by name in alphabetical order."""
+    found = {
+        name: TableSpec(name, parameter.shape[0], parameter.shape[1], parameter.dtype, index)
+        for index, (name, parameter) in enumerate(parameters.items())
+        if name in tables
+    }
+    return dict(sorted(found.items()))
+
+
+def find_tables(module: nn.Module) -> frozenset[str]:
+    """Names of the embedding weights, as `named_parameters` has them."""
+    weights = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)
