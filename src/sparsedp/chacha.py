@@ -224,7 +224,9 @@ def _scales(values: float | np.ndarray, rows: np.ndarray, unit: float, dtype: np
         raise SparseDPError(
             f"std must be one number or one for each of {len(rows)} rows, not of shape {np.shape(values)}."
         )
-    return np.full(rows.shape, np.multiply(values, unit, dtype=np.float64), dtype)
+    if np.ndim(values) == 0:
+        return np.full(len(rows), float(values) * unit, dtype)
+    return np.multiply(values, unit, dtype=np.float64).astype(dtype)
 
 
 def _check_grid(grid: float, out: np.ndarray) -> None:
@@ -373,11 +375,11 @@ def _fill_rows(out: np.ndarray, dim: int, rows: np.ndarray, std: np.ndarray, key
     half, second = len(radii) // LANES, len(radii)
     width = 2 * half
     blocks, drawn = (dim + width - 1) // width, min(half, dim)
+    i = block = 0  # counted on: a division for each block would take as long as drawing it
     for begin in range(0, len(rows) * blocks, LANES):
         used = _place(start, rows, blocks, begin)
         _draw_rows(radii, points, words, moved, start, drawn)
         for lane in range(used):
-            i, block = (begin + lane) // blocks, (begin + lane) % blocks
             scale = std[i]
             for side in range(2):
                 column = block * width + side * half
@@ -387,6 +389,9 @@ def _fill_rows(out: np.ndarray, dim: int, rows: np.ndarray, std: np.ndarray, key
                     target[k] = scale * (source[k] * angle[k])
                 if column + half >= dim:
                     break
+            block += 1
+            if block == blocks:
+                i, block = i + 1, 0
 
 
 @njit(cache=True, nogil=True)
@@ -412,11 +417,11 @@ def _add_rows(
     half, second = len(radii) // LANES, len(radii)
     width = 2 * half
     blocks, drawn = (dim + width - 1) // width, min(half, dim)
+    i = block = 0  # counted on: a division for each block would take as long as drawing it
     for begin in range(0, len(rows) * blocks, LANES):
         used = _place(start, rows, blocks, begin)
         _draw_rows(radii, points, words, moved, start, drawn)
         for lane in range(used):
-            i, block = (begin + lane) // blocks, (begin + lane) % blocks
             # Unsigned, or each access would test for an index from the end.
             at, source = uint64(places[i] * dim + block * width), uint64(lane * drawn)
             scale, kept, count = std[i], factor[i], uint64(min(width, dim - block * width))
@@ -427,6 +432,9 @@ def _add_rows(
             for k in range(max(count, uint64(half)) - uint64(half)):
                 own = kept * out[at + k]
                 out[at + k] = grid * np.rint(_fma(scale * radii[source + k], points[angle + k], own))
+            block += 1
+            if block == blocks:
+                i, block = i + 1, 0
 
 
 @njit(cache=True, nogil=True)
