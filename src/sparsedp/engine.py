@@ -263,12 +263,16 @@ class PrivacyEngine:
         for parameter in parameters.values():
             parameter.grad = None
         capture.attach()
+        try:
+            leaving.watch(module)
+        except BaseException:
+            capture.detach()
+            raise
         if private.lazy is not None:
             capture.before_read = settle_before
             for name, parameter in parameters.items():
                 if name in private.lazy:
                     guard(parameter, private.lazy, name)
-        leaving.watch(module)
         self._capture = capture
         self._plan, self._module, self._optimizer, self._loader = plan, module, private, loader
         return module, private, loader

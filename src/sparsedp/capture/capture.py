@@ -1139,6 +1139,11 @@ class _After(_Unnamed):
         return _return_inactive, ()
 
 
+def is_own_hook(hook: Any) -> bool:
+    """Whether capture registered a hook of a module, or a copy has it from there."""
+    return hook is _inactive or isinstance(hook, (_Before, _After))
+
+
 def _return_inactive() -> Callable:
     return _inactive
 
