@@ -55,7 +55,7 @@ def python_state(tensor: Tensor) -> Any:
 
 def parts_for_pickle(value: Any) -> tuple[Any, ...]:
     """What pickle writes of an object: a function, its arguments, a state, items of a list and of a dict, a second function."""
-    kind = type(value)
+    kind: Any = type(value)
     if kind in copyreg.dispatch_table:
         made = copyreg.dispatch_table[kind](value)
     elif isinstance(value, nn.Module):
@@ -200,7 +200,7 @@ class _Reader:
     def _write_storage(self, storage: torch.UntypedStorage) -> None:
         self._write(str(storage.nbytes()))
         if 0 < storage.nbytes() <= self._room and storage.device.type != "meta":
-            content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+            content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             self._write_bytes(content.cpu().numpy())
 
     def _parts_of_an_array(self, value: np.ndarray) -> Iterable[Any]:

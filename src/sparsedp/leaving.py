@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from sparsedp.capture import is_own_hook
 from sparsedp.errors import UnsupportedError
 from sparsedp.fingerprint import UNKNOWN, fingerprint, parts_for_pickle, place_of, python_state
+from sparsedp.lazy.guard import unguarded_class
 
 _TORCH = frozenset(vars(nn.Module()))  # attributes that torch's own modules have
 _HOOKS = frozenset(name for name in _TORCH if name.startswith("_forward"))
@@ -79,6 +80,7 @@ class _Watched:
         self.extras: dict[str, str] = {}
         self.attributes: dict[str, str] = {}
         self.switches: dict[str, tuple[bool, ...]] = {}
+        self.is_copy = False
         vars(module)["state_dict"] = self
         if _pickles_its_own_way(module):
             vars(module)["__reduce_ex__"] = _WatchedReduction(self)
@@ -136,7 +138,10 @@ class _Watched:
         """What pickle would write otherwise than before, by name. All modules may be in training mode, or none of them."""
         now = self._switches()
         switched = [name for name in now if now[name] != self.switches[name] and len(set(now[name])) > 1]
-        return _different(self.attributes, self._attributes()) + switched
+        changed = _different(self.attributes, found := self._attributes())
+        if self.is_copy:  # torch copies parameters without their Python attributes
+            changed = [name for name in changed if name in found or not _of_attributes(name)]
+        return changed + switched
 
     def renew(self, but: Iterable[str]) -> None:
         """Takes what is there now for what was there before training, but for some attributes."""
@@ -163,7 +168,7 @@ class _Watched:
         other.module, other.name = copy.deepcopy(self.module, memo), self.name
         other.own = copy.deepcopy(self.own, memo)
         other.extras, other.attributes = dict(self.extras), dict(self.attributes)
-        other.switches = dict(self.switches)
+        other.switches, other.is_copy = dict(self.switches), True
         return other
 
     def refuse_changed(self) -> None:
@@ -230,7 +235,8 @@ class _Watched:
             for key, hook in dict(vars(self.module).get(name, {})).items()
             if is_own_hook(hook)
         }
-        found = {}
+        found: dict[str, Any] = {}
+        names = _names(self.module)
         for name, value in state.items():
             if name in _HOOKS and type(value) in (dict, OrderedDict):
                 value = {key: item for key, item in value.items() if key not in ours} | _attributes_of(value)
@@ -239,7 +245,14 @@ class _Watched:
             elif isinstance(value, _WatchedReduction) or (name == "training" and isinstance(value, bool)):
                 continue
             if name in _REGISTERED and type(value) is dict:
-                found |= {f"{name} (names)": list(value)} | {str(key): item for key, item in value.items()}
+                found[f"{name} (names)"] = list(value)
+                for key, item in value.items():
+                    if (place := place_of(item)) is None:
+                        found[str(key)] = item
+                        continue
+                    found[str(key)] = [unguarded_class(item), names[place]]
+                    if own := python_state(item):
+                        found[f"{key}{_OF_TENSOR}"] = own
             elif not (name in _TORCH and type(value) in _EMPTY and not value and not _attributes_of(value)):
                 found[str(name)] = value
         return found

@@ -108,7 +108,7 @@ def _rows_are_units(view: Tensor, source: Tensor, axis: int) -> bool:
         return found if 0 <= place < size else -1
 
     size_here = view.element_size()
-    first = view.storage_offset() * size_here - source.storage_offset() * size
+    first = int(view.storage_offset()) * size_here - int(source.storage_offset()) * size
     steps = [(size_here * stride, length) for stride, length in zip(view.stride(), view.shape)]
     if first < 0 or steps[0][0] != size * source.stride(axis) or view.shape[0] != source.shape[axis]:
         return False
@@ -156,7 +156,8 @@ def advice(name: str) -> str:
     if name in _DIVISORS:
         return start + "With transformers' Trainer, override compute_loss, as docs/pitfalls.md shows."
     return start + (
-        "If the loop transposed a tensor of the batch, do that inside of forward(), where it is followed. If it is the same whoever is in the batch (a mask for all, a temperature), declare it: "
+        "If the loop transposed a tensor of the batch, do that inside of forward(), where it is followed. "
+        "If it is the same whoever is in the batch (a mask for all, a temperature), declare it: "
         f"make_private(..., public_inputs=({name!r},))."
     )
 

@@ -58,7 +58,7 @@ def examine(dataset: Any, collate: Callable[[Any], Any], public: Sequence[str] =
         )
         return BatchLayout()
     sizes = [len(chosen) for chosen in tried]
-    entries, constants, others = layout_of(batches, sizes, public)
+    entries, constants, elsewhere = layout_of(batches, sizes, public)
     offsets = []
     for entry in entries:
         arrays = [array for array in map(as_rows, entry.values) if array is not None]
@@ -80,7 +80,7 @@ def examine(dataset: Any, collate: Callable[[Any], Any], public: Sequence[str] =
                 "other units, and clipping would not bound what one of them does. Make each row of its own example alone; "
                 "sparsedp.nn.CandidateSampler draws negatives from the vocabulary."
             )
-    axes = tuple((entry, entry.axis_of_units(sizes)) for entry in (*entries, *others))
+    axes = tuple((entry, entry.axis_of_units(sizes)) for entry in (*entries, *elsewhere))
     return BatchLayout(tuple(constants), tuple(offsets), axes)
 
 
