@@ -730,6 +730,39 @@ def test_modules_that_stay_as_they_are_may_be_pickled(mechanism: Any) -> None:
     assert not any("state_dict" in vars(part) for part in module.modules())
 
 
+class WithGetstate(Linear):
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "version": 2}
+
+
+class WithAGetstateOfItsOwn(Linear):
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "state_dict"}
+
+
+@pytest.mark.parametrize("kind", [Linear, WithGetstate, WithAGetstateOfItsOwn])
+def test_what_was_pickled_is_an_ordinary_module(kind: type[Linear]) -> None:
+    engine, module, optimizer, loader = private(Model(kind()))
+    assert ("__reduce_ex__" in vars(module.inner[0])) == (kind is not Linear)
+    train(module, optimizer, loader)
+    again = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(module))))
+    other = copy.deepcopy(copy.deepcopy(module))
+    for found in (again, other):
+        for name, value in module.state_dict().items():
+            assert torch.equal(found.state_dict()[name], value)
+    again.inner[0].linear.weight.largest = again.inner[0].largest = 5
+    assert pickle.loads(pickle.dumps(again)).inner[0].largest == 5
+    engine.close()
+    assert not any({"state_dict", "__reduce_ex__"} & vars(part).keys() for part in module.modules())
+
+
+class Unreadable:
+    """Fails when its items are read."""
+
+    def __reduce__(self) -> Any:
+        return list, (), None, map(len, [3])
+
+
 def test_views_of_weights_may_be_pickled_but_not_their_attributes() -> None:
     module = Model(Linear())
     module.views = [module.inner[0].linear.weight.detach(), module.inner[0].linear.weight.detach()[:1]]  # type: ignore[assignment]
@@ -799,3 +832,4 @@ def test_digests_tell_values_apart_and_nothing_else() -> None:
     assert digest("\ud800") != digest("\ud801") and digest(b"1") != digest("1") != digest(1)
     assert digest(b"0" * (1 << 27)) != digest(b"0" * (1 << 27) + b"0")
     assert digest([threading.Lock()]).endswith("?")
+    assert digest(one := Unreadable()) != digest(one)

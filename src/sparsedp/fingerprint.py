@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import hashlib
+import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping
 from itertools import chain, islice
@@ -84,7 +85,15 @@ class _Reader:
             kind = unguarded_class(value)
             self._write(f"{kind.__module__}.{kind.__qualname__}")
             if not self._is_plain(value) and (kind is tuple or self._is_new(id(value), value)):
-                waiting += reversed(list(islice(self._parts(value), self._values)))
+                waiting += self._next_parts(value)
+
+    def _next_parts(self, value: Any) -> list[Any]:
+        """What is to be read next, the last first."""
+        try:
+            return list(islice(self._parts(value), self._values))[::-1]
+        except Exception:  # of an object that does not let itself be looked at: it equals nothing, not even itself
+            self.digest.update(os.urandom(16))
+            return []
 
     def _write(self, text: str) -> None:
         self.digest.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
@@ -155,12 +164,12 @@ class _Reader:
     def _parts_for_pickle(self, value: Any) -> Iterable[Any]:
         try:
             made_by, made_of, state, items, pairs, set_by = parts_for_pickle(value)
-            listed = [] if items is None else list(islice(items, self._values))
-            mapped = [] if pairs is None else list(islice(pairs, self._values))
         except Exception as error:  # pickle cannot write it either
             self.has_unknown = True
             self._write(type(error).__name__)
             return ()
+        listed = [] if items is None else list(islice(items, self._values))
+        mapped = [] if pairs is None else list(islice(pairs, self._values))
         return [made_by, made_of, state, listed, mapped, set_by]
 
     def _items_of_a_set(self, value: Iterable[Any]) -> Iterable[Any]:

@@ -33,9 +33,10 @@ def watch(module: nn.Module) -> None:
         if not isinstance(vars(part).get("state_dict"), _Watched):  # one that an earlier engine left knows of a change
             fresh.append(_Watched(part, name))
     try:
-        # When all are in their places: a part that is watched itself counts by its name. Parts before what they are parts of.
-        for one in reversed(fresh):
+        for one in fresh:  # when all are in their places: a part that is watched itself counts by its name
             one.begin()
+        for one in fresh:
+            one.is_active = True
     except BaseException:
         for one in fresh:
             one.remove()
@@ -45,7 +46,16 @@ def watch(module: nn.Module) -> None:
 def unwatch(module: nn.Module) -> None:
     """Makes modules ordinary again, but for those that something has changed in: they would let it out."""
     watched = list(_watched(module))
-    kept = {id(part) for one in watched if one.changed() for part in one.module.modules()}
+    kept: set[int] = set()
+    try:
+        for one in reversed(watched):  # parts before what they are parts of, which need not ask them again
+            if one.changed():
+                kept |= {id(part) for part in one.module.modules()}
+            else:
+                one.is_active = False
+    finally:
+        for one in watched:
+            one.is_active = True
     for one in watched:
         if id(one.module) not in kept:
             one.remove()
@@ -80,7 +90,7 @@ class _Watched:
         self.extras: dict[str, str] = {}
         self.attributes: dict[str, str] = {}
         self.switches: dict[str, tuple[bool, ...]] = {}
-        self.is_copy = False
+        self.is_active = self.is_copy = False
         vars(module)["state_dict"] = self
         if _pickles_its_own_way(module):
             vars(module)["__reduce_ex__"] = _WatchedReduction(self)
@@ -104,19 +114,14 @@ class _Watched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         found = self._call(*args, **kwargs)
+        if not self.is_active:
+            return found
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         is_part = bool(args) or kwargs.get("destination") is not None  # of a state_dict that another module makes
         extras = self._extras(found, prefix, is_part)
-        with_attributes = {name: value for name, value in self.extras.items() if _of_attributes(name)}
-        expected = {name: value for name, value in self.extras.items() if name not in with_attributes}
         changed = [
-            *_different(expected, extras),
+            *(name for name in _different(self.extras, extras) if name in extras or not _of_attributes(name)),
             *(name for name, value in extras.items() if value.endswith(UNKNOWN)),
-            *(
-                name
-                for name, value in self._tensor_attributes(_under(found, prefix)).items()
-                if with_attributes.get(name) != value
-            ),
         ]
         if changed:
             raise UnsupportedError(
@@ -168,7 +173,7 @@ class _Watched:
         other.module, other.name = copy.deepcopy(self.module, memo), self.name
         other.own = copy.deepcopy(self.own, memo)
         other.extras, other.attributes = dict(self.extras), dict(self.attributes)
-        other.switches, other.is_copy = dict(self.switches), True
+        other.switches, other.is_active, other.is_copy = dict(self.switches), self.is_active, True
         return other
 
     def refuse_changed(self) -> None:
@@ -200,14 +205,14 @@ class _Watched:
         extras = {
             name: value
             for name, value in entries.items()
-            if not (name in standard and place_of(value) == place_of(standard[name]))
+            if name not in standard or (place := place_of(value)) is None or place != place_of(standard[name])
         }
         versions = {
             f"{key[len(prefix) :]} (metadata)": fingerprint(value, {}, _watched_name)
             for key, value in getattr(found, "_metadata", {}).items()
             if key.startswith(prefix) or key == prefix[:-1]
         }
-        return missing | versions | self._fingerprints(extras)
+        return missing | versions | self._fingerprints(extras) | self._tensor_attributes(entries)
 
     def _tensor_attributes(self, tensors: Mapping[str, Any]) -> dict[str, str]:
         """Python attributes of parameters and buffers, which state_dict(keep_vars=True) gives along with them."""
@@ -223,11 +228,11 @@ class _Watched:
             made_by, made_of, state, *rest = parts_for_pickle(self.module)
         except Exception as error:  # so pickle cannot let anything out
             return values | {"__reduce__": type(error).__name__}
-        if not isinstance(state, dict):
-            return values | self._fingerprints({"__reduce__": [made_by, made_of, rest], "__getstate__": state})
-        return values | self._fingerprints({"__reduce__": [made_by, made_of, rest]} | self._without_own(state))
+        names = _names(self.module)
+        parts = self._without_own(state, names) if isinstance(state, dict) else {"__getstate__": state}
+        return values | self._fingerprints({"__reduce__": [made_by, made_of, rest]} | parts, names)
 
-    def _without_own(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def _without_own(self, state: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
         """The attributes of a module, without what capture and this watch put there, and without empty ones of torch's."""
         ours = {
             key
@@ -236,7 +241,6 @@ class _Watched:
             if is_own_hook(hook)
         }
         found: dict[str, Any] = {}
-        names = _names(self.module)
         for name, value in state.items():
             if name in _HOOKS and type(value) in (dict, OrderedDict):
                 value = {key: item for key, item in value.items() if key not in ours} | _attributes_of(value)
@@ -260,12 +264,13 @@ class _Watched:
     def _switches(self) -> dict[str, tuple[bool, ...]]:
         """What users turn on and off for a whole model. A pattern of them could tell something."""
         return {
-            "training": tuple(part.training is True for part in self.module.modules()),
+            "training": tuple(vars(part).get("training") is True for part in self.module.modules()),
             "requires_grad": tuple(parameter.requires_grad for parameter in self.module.parameters()),
         }
 
-    def _fingerprints(self, values: Mapping[str, Any]) -> dict[str, str]:
-        names = _names(self.module) if values else {}
+    def _fingerprints(self, values: Mapping[str, Any], names: Mapping[Any, str] | None = None) -> dict[str, str]:
+        if names is None:
+            names = _names(self.module) if values else {}
         return {name: fingerprint(value, names, _watched_name) for name, value in values.items()}
 
 
