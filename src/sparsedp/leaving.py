@@ -33,7 +33,7 @@ def watch(module: nn.Module) -> None:
         if not isinstance(vars(part).get("state_dict"), _Watched):  # one that an earlier engine left knows of a change
             fresh.append(_Watched(part, name))
     try:
-        for one in fresh:  # when all are in their places: a part that is watched itself counts by its name
+        for one in reversed(fresh):  # when all are in their places: a part that is watched itself counts by its name
             one.begin()
         for one in fresh:
             one.is_active = True
