@@ -70,6 +70,22 @@ def test_batch_statistics_in_the_loss() -> None:
         sparsedp.check(module, loss, (torch.randn(6, 4), torch.zeros(6)))
 
 
+def test_what_a_loop_mixes_before_it_calls_the_model_is_found_in_a_module_that_does_the_same() -> None:
+    batch = (torch.randn(6, 4), torch.zeros(6, 3))
+    for mix in (lambda x: x - x.mean(0), lambda x: x.roll(1, 0)):
+        loop = Apply(lambda m, x, mix=mix: m.model(mix(x)), model=nn.Linear(4, 3))
+        with pytest.raises((UnitsMixedError, sparsedp.UnsupportedError), match=r"over the whole batch|by 'roll'"):
+            sparsedp.check(loop, F.mse_loss, batch)
+
+
+def test_a_forward_pass_that_depends_on_the_number_of_units() -> None:
+    batch = (torch.randn(6, 4), torch.ones(6, 3))
+    for factor in (lambda n: 1 / n, lambda n: -1.0 if n > 5 else 1.0):
+        module = Apply(lambda m, x, factor=factor: m.a(x) * factor(len(x)), a=nn.Linear(4, 3))
+        with pytest.raises(UnitsMixedError, match="Units mix"):
+            sparsedp.check(module, F.mse_loss, batch)
+
+
 def test_batch_norm_module() -> None:
     with pytest.raises(sparsedp.UnsupportedError, match="BatchNorm1d"):
         sparsedp.check(

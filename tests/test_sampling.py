@@ -606,6 +606,69 @@ def test_collate_functions_that_mix_examples(collate: Any, mixes: bool) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+class Fetched(torch.utils.data.Dataset):
+    """Reads the examples of a batch at once, as data sets with transformations of whole batches do."""
+
+    def __init__(self, change: Any) -> None:
+        self.x, self.change = torch.rand(20, 3, generator=torch.Generator().manual_seed(0)), change
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, place: int) -> torch.Tensor:
+        return self.__getitems__([place])[0]
+
+    def __getitems__(self, places: list[int]) -> list[torch.Tensor]:
+        return list(self.change(self.x[places]))
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: torch.utils.data.Subset(data, range(4, 19))])
+@pytest.mark.parametrize(
+    ("change", "mixes"),
+    [
+        (lambda x: x - x.mean(0), True),
+        (lambda x: torch.cat([x, x.roll(1, 0)], 1), True),
+        (lambda x: x / len(x), True),
+        (lambda x: x * 2, False),
+        (lambda x: x + torch.rand(3), False),  # cannot be judged
+    ],
+)
+def test_data_sets_that_read_a_batch_at_once_and_mix_it(wrap: Any, change: Any, mixes: bool) -> None:
+    """default_collate has nothing to do with it."""
+    data = wrap(Fetched(change))
+    if mixes:
+        with pytest.raises(
+            UnsupportedError, match=f"__getitems__ of {type(data).__name__}, makes rows .* other examples"
+        ):
+            PrivateLoader(DataLoader(data, batch_size=4), key=KEY)
+    else:
+        loader = PrivateLoader(DataLoader(data, batch_size=4), key=KEY)
+        assert sum(loader.current.units for _ in loader) > 0  # type: ignore[union-attr]
+
+
+def test_the_layout_says_on_which_axis_examples_are() -> None:
+    def collate(examples: list[Any]) -> dict[str, Any]:
+        x = torch.stack([x for (x,) in examples])
+        return {
+            "x": x,
+            "sequence": x.T.contiguous(),
+            "flat": x.flatten(),
+            "both": x[:, :1] @ x[:, :1].T * 0,
+            "name": ["a"] * len(x),
+        }
+
+    data = TensorDataset(torch.rand(12, 4))
+    plain = PrivateLoader(DataLoader(data, batch_size=4), key=KEY, poisson=False)
+    for (x,) in plain:
+        assert plain.current is not None and plain.current.unit_axes == ((x, 0),)
+    loader = PrivateLoader(DataLoader(data, batch_size=4, collate_fn=collate), key=KEY, poisson=False)
+    for batch in loader:
+        axes = dict(zip(("x", "both", "sequence", "flat"), (0, 0, 1, None)))
+        assert loader.current is not None
+        found = {name: axis for tensor, axis in loader.current.unit_axes for name in axes if batch[name] is tensor}
+        assert found == axes
+
+
 def test_a_collate_function_that_cannot_be_tried() -> None:
     def collate(examples: list[Any]) -> Any:
         raise OSError("only in workers")

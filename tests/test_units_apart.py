@@ -395,3 +395,111 @@ def test_bags_with_offsets_hold_what_is_the_units_own(name: str) -> None:
     else:
         module(ids, w).square().mean().backward()
         optimizer.step()
+
+
+# ------------------------------------------------------------------ sequences as long as the batch is large
+
+SEQUENCES = torch.randn(2 * B, B, D, generator=torch.Generator().manual_seed(0))
+
+
+def batch_first(examples: list[Any]) -> tuple[Tensor]:
+    return (torch.stack([x for (x,) in examples]),)
+
+
+def sequence_first(examples: list[Any]) -> tuple[Tensor]:
+    return (torch.stack([x for (x,) in examples], 1),)
+
+
+def arrays(examples: list[Any]) -> tuple[np.ndarray]:
+    return (torch.stack([x for (x,) in examples]).numpy(),)
+
+
+def steps_over_sequences(
+    collate: Callable | None,
+    change: Callable[[Any], Tensor],
+    loss: Callable[[Any], Tensor] = mean_of_squares,
+    **how: Any,
+) -> tuple[nn.Module, Tensor]:
+    """The model before its steps, and the sum of the clipped gradients of all of them."""
+    torch.manual_seed(0)
+    first, module = nn.Linear(D, 3), nn.Linear(D, 3)
+    first.load_state_dict(module.state_dict())
+    options = {} if collate is None else {"collate_fn": collate}
+    module, optimizer, loader = sparsedp.PrivacyEngine(seed=2).make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=1.0), noise_multiplier=0.0, max_grad_norm=1.0,
+        data_loader=DataLoader(TensorDataset(SEQUENCES), batch_size=B, **options), loss_reduction="sum",
+        poisson_sampling=False, **how,
+    )  # fmt: skip
+    for (x,) in loader:
+        optimizer.zero_grad()
+        loss(module(change(x))).backward()
+        optimizer.step()
+    pairs = zip(first.parameters(), module.parameters())
+    return first, torch.cat([(before - after).detach().flatten() for before, after in pairs])
+
+
+POSITIONS_FIRST: dict[str, tuple[Callable | None, Callable[[Any], Tensor]]] = {
+    "transposed": (None, lambda x: x.transpose(0, 1)),
+    "permuted": (None, lambda x: x.permute(2, 1, 0)),
+    "transposed and copied": (None, lambda x: x.transpose(0, 1).contiguous()),
+    "transposed and of another type": (None, lambda x: x.transpose(0, 1).double().float()),
+    "one unit's positions": (None, lambda x: x[0]),
+    "the first positions of all": (None, lambda x: x.flatten(0, 1)[:B]),
+    "repeated": (None, lambda x: x[:, 0].expand(B, B, D)),
+    "transposed, of a collate function": (batch_first, lambda x: x.transpose(0, 1)),
+    "by the collate function": (sequence_first, lambda x: x),
+    "by the collate function, copied": (sequence_first, lambda x: x.clone()),
+    "by the collate function, a part": (sequence_first, lambda x: x[:, :, :D]),
+    "arrays": (arrays, lambda x: torch.from_numpy(x).transpose(0, 1)),
+    "arrays, copied": (arrays, lambda x: torch.tensor(x.swapaxes(0, 1))),
+}
+
+
+@pytest.mark.parametrize("name", POSITIONS_FIRST)
+def test_positions_do_not_pass_for_units(name: str) -> None:
+    with pytest.raises(UnsupportedError, match="does not have the units on axis 0"):
+        steps_over_sequences(*POSITIONS_FIRST[name])
+
+
+UNITS_FIRST: dict[str, tuple[Callable | None, Callable[[Any], Tensor]]] = {
+    "as it is": (None, lambda x: x),
+    "copied": (None, lambda x: x.clone()),
+    "of another type": (None, lambda x: x.double().float()),
+    "a position": (None, lambda x: x[:, 1]),
+    "some positions": (None, lambda x: x[:, 2:5]),
+    "every second position": (None, lambda x: x[:, 1::2]),
+    "the last positions": (None, lambda x: x[:, 1 - B :]),
+    "positions and columns exchanged": (None, lambda x: x.mT),
+    "one column, repeated": (None, lambda x: x[..., :1].expand(-1, -1, D)),
+    "one more axis": (None, lambda x: x[:, None].expand(B, 2, B, D)),
+    "flat and back": (None, lambda x: x.flatten(1).unflatten(1, (B, D))),
+    "positions by a step": (None, lambda x: x.flatten(0, 1)[3::B]),
+    "computed": (None, lambda x: x * 2),
+    "of a collate function": (batch_first, lambda x: x[:, ::2]),
+    "sequence first, transposed": (sequence_first, lambda x: x.transpose(0, 1)),
+    "sequence first, transposed and copied": (sequence_first, lambda x: x.transpose(0, 1).contiguous()),
+    "sequence first, one position": (sequence_first, lambda x: x[2]),
+    "sequence first, some positions": (sequence_first, lambda x: x[2:6].transpose(0, 1)),
+    "arrays": (arrays, lambda x: torch.from_numpy(x)),
+}
+
+
+@pytest.mark.parametrize("name", UNITS_FIRST)
+def test_views_that_keep_the_units_first_are_exact(name: str) -> None:
+    collate, change = UNITS_FIRST[name]
+    loss: Callable[[Any], Tensor] = lambda out: out.square().sum()  # noqa: E731
+    model, total = steps_over_sequences(collate, change, loss)
+    wanted = torch.zeros_like(total)
+    for start in (0, B):
+        gradients = []
+        batch = (collate or batch_first)([(x,) for x in SEQUENCES[start : start + B]])[0]
+        for unit in change(batch):
+            own = torch.autograd.grad(loss(model(unit[None])), list(model.parameters()))
+            flat = torch.cat([g.flatten() for g in own])
+            gradients.append(flat * min(1.0, 1.0 / float(flat.norm())))
+        step = torch.stack(gradients).sum(0)
+        wanted += step
+        with torch.no_grad():
+            for parameter, part in zip(model.parameters(), step.split([p.numel() for p in model.parameters()])):
+                parameter -= part.view_as(parameter)
+    torch.testing.assert_close(total, wanted, rtol=1e-4, atol=1e-5)

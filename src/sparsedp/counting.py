@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,7 @@ def glances(
         task = bar.add_task("counting rows", total=count)
         for batch, info in zip(batches, infos):
             args, kwargs = _arguments(batch, inputs)
+            info = replace(info, unit_axes=loader.layout.unit_axes_of(batch))
             yield capture.glance(lambda args=args, kwargs=kwargs: module(*args, **kwargs), info)  # type: ignore[misc]
             bar.advance(task)
 

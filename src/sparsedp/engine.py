@@ -254,8 +254,12 @@ class PrivacyEngine:
         for parameter in parameters.values():
             parameter.grad = None
         capture.attach()
+        try:
+            leaving.watch(module)
+        except BaseException:
+            capture.detach()
+            raise
         capture.before_read = private.owner.attach()
-        leaving.watch(module)
         self._capture = capture
         self._plan, self._module, self._optimizer, self._loader = plan, module, private, loader
         return module, private, loader

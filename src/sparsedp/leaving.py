@@ -1,42 +1,63 @@
 """What leaves a module beside its parameters and buffers has to be what it was before training.
 
 `get_extra_state`, hooks on `state_dict` and methods that override it can put anything beside the weights, and a module that is
-pickled takes its Python attributes along: a count of rows, the last batch. No noise is on them, and nobody paid for them. What
-has not changed since `make_private` cannot hold private data and passes; what has changed is refused by name.
+pickled takes along whatever pickle finds: Python attributes of the module, of its parameters and hooks, parts that were added
+later: a count of rows, the last batch. No noise is on them, and nobody paid for them. What has not changed since `make_private`
+cannot hold private data and passes; what has changed is refused by name (`fingerprint.py` tells).
 """
 
 from __future__ import annotations
 
 import copy
-import hashlib
-import pickle
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import islice
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
+from sparsedp.capture import is_own_hook
 from sparsedp.errors import UnsupportedError
+from sparsedp.fingerprint import UNKNOWN, fingerprint, parts_for_pickle, place_of, python_state
+from sparsedp.tables.guard import unguarded_class
 
-# How much of one value is looked at: a module may refer to a whole program.
-_VALUES, _BYTES = 100_000, 1 << 26
-_TORCH = frozenset(vars(nn.Module())) | {"state_dict"}  # attributes that torch's own modules have
+_TORCH = frozenset(vars(nn.Module()))  # attributes that torch's own modules have
+_HOOKS = frozenset(name for name in _TORCH if name.startswith("_forward"))
+_REGISTERED = ("_parameters", "_buffers", "_modules")
+_EMPTY = (dict, OrderedDict, set)
 
 
 def watch(module: nn.Module) -> None:
     """From now on, `state_dict` and pickling of the module and of its parts refuse what changed."""
+    fresh = []
     for name, part in module.named_modules():
         if not isinstance(vars(part).get("state_dict"), _Watched):  # one that an earlier engine left knows of a change
-            vars(part)["state_dict"] = _Watched(part, name)
+            fresh.append(_Watched(part, name))
+    try:
+        for one in reversed(fresh):  # when all are in their places: a part that is watched itself counts by its name
+            one.begin()
+        for one in fresh:
+            one.is_active = True
+    except BaseException:
+        for one in fresh:
+            one.remove()
+        raise
 
 
 def unwatch(module: nn.Module) -> None:
     """Makes modules ordinary again, but for those that something has changed in: they would let it out."""
-    for one in reversed(list(_watched(module))):  # parts before what they are parts of
-        if not one.changed():
+    watched = list(_watched(module))
+    kept: set[int] = set()
+    try:
+        for one in reversed(watched):  # parts before what they are parts of, which need not ask them again
+            if one.changed():
+                kept |= {id(part) for part in one.module.modules()}
+            else:
+                one.is_active = False
+    finally:
+        for one in watched:
+            one.is_active = True
+    for one in watched:
+        if id(one.module) not in kept:
             one.remove()
 
 
@@ -66,8 +87,25 @@ class _Watched:
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
         self.own = vars(module).get("state_dict")  # somebody may have put another function there
-        self.extras = self._extras(self._call())
-        self.attributes = self._attributes()
+        self.extras: dict[str, str] = {}
+        self.attributes: dict[str, str] = {}
+        self.switches: dict[str, tuple[bool, ...]] = {}
+        self.is_active = self.is_copy = False
+        vars(module)["state_dict"] = self
+        if _pickles_its_own_way(module):
+            vars(module)["__reduce_ex__"] = _WatchedReduction(self)
+
+    def begin(self) -> None:
+        """Takes what is there now for what was there before training."""
+        self.extras = self._extras(self._call()) | self._tensor_attributes(_standard(self.module))
+        self.attributes, self.switches = self._attributes(), self._switches()
+        for name, found in self.extras.items():
+            if found.endswith(UNKNOWN):
+                raise UnsupportedError(
+                    f"The state_dict of {self._title()} holds '{name}', which is neither a parameter nor a buffer of it and "
+                    "holds something that cannot be pickled. Whether private data get into it in training could not be "
+                    "seen. Keep it outside of get_extra_state, or make it of tensors, numbers and texts."
+                )
 
     def _call(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         if self.own is not None:
@@ -76,8 +114,15 @@ class _Watched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         found = self._call(*args, **kwargs)
+        if not self.is_active:
+            return found
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
-        changed = _different(self.extras, self._extras(found, prefix))
+        is_part = bool(args) or kwargs.get("destination") is not None  # of a state_dict that another module makes
+        extras = self._extras(found, prefix, is_part)
+        changed = [
+            *(name for name in _different(self.extras, extras) if name in extras or not _of_attributes(name)),
+            *(name for name, value in extras.items() if value.endswith(UNKNOWN)),
+        ]
         if changed:
             raise UnsupportedError(
                 f"The state_dict of {self._title()} holds '{changed[0]}', which is neither a parameter nor a buffer of it "
@@ -95,20 +140,31 @@ class _Watched:
         return bool(self.changed_attributes())
 
     def changed_attributes(self) -> list[str]:
-        return _different(self.attributes, self._attributes())
+        """What pickle would write otherwise than before, by name. All modules may be in training mode, or none of them."""
+        now = self._switches()
+        switched = [name for name in now if now[name] != self.switches[name] and len(set(now[name])) > 1]
+        changed = _different(self.attributes, found := self._attributes())
+        if self.is_copy:  # torch copies parameters without their Python attributes
+            changed = [name for name in changed if name in found or not _of_attributes(name)]
+        return changed + switched
 
     def renew(self, but: Iterable[str]) -> None:
         """Takes what is there now for what was there before training, but for some attributes."""
-        self.extras = self._extras(self._call())
-        kept = {name: self.attributes.get(name) for name in but}
-        now = {**self._attributes(), **kept}
+        kept = {name: self.attributes.get(name) for name in but if name not in self.switches}
+        switches = {name: self.switches[name] for name in but if name in self.switches}
+        self.begin()
+        now = {**self.attributes, **kept}
         self.attributes = {name: value for name, value in now.items() if value is not None}
+        self.switches |= switches
 
     def remove(self) -> None:
+        own = vars(self.module)
         if self.own is None:
-            del vars(self.module)["state_dict"]
+            del own["state_dict"]
         else:
-            vars(self.module)["state_dict"] = self.own
+            own["state_dict"] = self.own
+        if isinstance(own.get("__reduce_ex__"), _WatchedReduction):
+            del own["__reduce_ex__"]
 
     def __deepcopy__(self, memo: dict) -> _Watched:
         """A copy of the module is watched, too."""
@@ -117,15 +173,19 @@ class _Watched:
         other.module, other.name = copy.deepcopy(self.module, memo), self.name
         other.own = copy.deepcopy(self.own, memo)
         other.extras, other.attributes = dict(self.extras), dict(self.attributes)
+        other.switches, other.is_active, other.is_copy = dict(self.switches), self.is_active, True
         return other
 
-    def __reduce__(self) -> Any:
-        """Where a module is pickled: it will be an ordinary one."""
+    def refuse_changed(self) -> None:
         if changed := self.changed_attributes():
             raise UnsupportedError(
                 f"Attribute '{changed[0]}' of {self._title()} has changed since make_private: it may hold private data, and "
                 "pickling the module would let them out. Save model.state_dict(), or set the attribute back to what it was."
             )
+
+    def __reduce__(self) -> Any:
+        """Where a module is pickled: it will be an ordinary one."""
+        self.refuse_changed()
         if self.own is not None:
             return copy.copy, (self.own,)
         return getattr, (self.module, "state_dict")  # of its class: its attributes are not there yet
@@ -133,34 +193,137 @@ class _Watched:
     def _title(self) -> str:
         return f"module '{self.name}' ({type(self.module).__name__})" if self.name else type(self.module).__name__
 
-    def _extras(self, found: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    def _extras(self, found: Mapping[str, Any], prefix: str = "", is_part: bool = False) -> dict[str, str]:
         """What `state_dict` gave beside parameters and buffers under their own names, and which of these are missing."""
         standard = _standard(self.module)
         missing = {name: "missing" for name in standard if prefix + name not in found}
-        entries = {key[len(prefix) :]: value for key, value in found.items() if key.startswith(prefix)}
+        entries = _under(found, prefix)
+        if not is_part:  # then all of it is this module's
+            entries |= {f"{key} (outside of '{prefix}')": found[key] for key in found if not key.startswith(prefix)}
+            own = vars(found) if hasattr(found, "__dict__") else {}
+            entries |= {f"attribute {name}": value for name, value in own.items() if name != "_metadata"}
         extras = {
             name: value
             for name, value in entries.items()
-            if not (name in standard and _place(value) == _place(standard[name]))
+            if name not in standard or (place := place_of(value)) is None or place != place_of(standard[name])
         }
         versions = {
-            f"{key[len(prefix) :]} (metadata)": _fingerprint(value, {})
+            f"{key[len(prefix) :]} (metadata)": fingerprint(value, {}, _watched_name)
             for key, value in getattr(found, "_metadata", {}).items()
             if key.startswith(prefix) or key == prefix[:-1]
         }
-        return missing | versions | _fingerprints(extras, self.module)
+        return missing | versions | self._fingerprints(extras) | self._tensor_attributes(entries)
+
+    def _tensor_attributes(self, tensors: Mapping[str, Any]) -> dict[str, str]:
+        """Python attributes of parameters and buffers, which state_dict(keep_vars=True) gives along with them."""
+        states = {f"{name}{_OF_TENSOR}": python_state(v) for name, v in tensors.items() if isinstance(v, Tensor)}
+        return self._fingerprints({name: state for name, state in states.items() if state})
 
     def _attributes(self) -> dict[str, str]:
-        """What pickling takes along beside `state_dict`: Python attributes, and buffers that are not persistent."""
+        """What pickling takes along beside the values of parameters and persistent buffers, by the names of attributes."""
         own = vars(self.module)
-        kept = {name: own["_buffers"].get(name) for name in own["_non_persistent_buffers_set"]}
-        values = {name: value for name, value in own.items() if name not in _TORCH}
-        return _fingerprints(values, self.module) | {name: _fingerprint(value, {}) for name, value in kept.items()}
+        kept = {f"{name} (values)": own["_buffers"].get(name) for name in own["_non_persistent_buffers_set"]}
+        values = {name: fingerprint(value, {}, _watched_name) for name, value in kept.items()}
+        try:
+            made_by, made_of, state, *rest = parts_for_pickle(self.module)
+        except Exception as error:  # so pickle cannot let anything out
+            return values | {"__reduce__": type(error).__name__}
+        names = _names(self.module)
+        parts = self._without_own(state, names) if isinstance(state, dict) else {"__getstate__": state}
+        return values | self._fingerprints({"__reduce__": [made_by, made_of, rest]} | parts, names)
+
+    def _without_own(self, state: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Any]:
+        """The attributes of a module, without what capture and this watch put there, and without empty ones of torch's."""
+        ours = {
+            key
+            for name in ("_forward_hooks", "_forward_pre_hooks")
+            for key, hook in dict(vars(self.module).get(name, {})).items()
+            if is_own_hook(hook)
+        }
+        found: dict[str, Any] = {}
+        for name, value in state.items():
+            if name in _HOOKS and type(value) in (dict, OrderedDict):
+                value = {key: item for key, item in value.items() if key not in ours} | _attributes_of(value)
+            elif value is self:
+                value = self.own
+            elif isinstance(value, _WatchedReduction) or (name == "training" and isinstance(value, bool)):
+                continue
+            if name in _REGISTERED and type(value) is dict:
+                found[f"{name} (names)"] = list(value)
+                for key, item in value.items():
+                    if (place := place_of(item)) is None:
+                        found[str(key)] = item
+                        continue
+                    found[str(key)] = [unguarded_class(item), names[place]]
+                    if own := python_state(item):
+                        found[f"{key}{_OF_TENSOR}"] = own
+            elif not (name in _TORCH and type(value) in _EMPTY and not value and not _attributes_of(value)):
+                found[str(name)] = value
+        return found
+
+    def _switches(self) -> dict[str, tuple[bool, ...]]:
+        """What users turn on and off for a whole model. A pattern of them could tell something."""
+        return {
+            "training": tuple(vars(part).get("training") is True for part in self.module.modules()),
+            "requires_grad": tuple(parameter.requires_grad for parameter in self.module.parameters()),
+        }
+
+    def _fingerprints(self, values: Mapping[str, Any], names: Mapping[Any, str] | None = None) -> dict[str, str]:
+        if names is None:
+            names = _names(self.module) if values else {}
+        return {name: fingerprint(value, names, _watched_name) for name, value in values.items()}
 
 
-def _fingerprints(values: Mapping[str, Any], module: nn.Module) -> dict[str, str]:
-    memory = _memory(module) if values else {}
-    return {name: _fingerprint(value, memory) for name, value in values.items()}
+class _WatchedReduction:
+    """Stands in the attribute `__reduce_ex__` of a module whose class has a way of its own to be pickled.
+
+    What its state is may leave `state_dict` out, and then pickle would not ask.
+    """
+
+    def __init__(self, watched: _Watched) -> None:
+        self.watched = watched
+
+    def __call__(self, protocol: Any) -> Any:
+        module = self.watched.module
+        reduced = type(module).__reduce_ex__(module, protocol)
+        state = reduced[2] if isinstance(reduced, tuple) and len(reduced) > 2 else None
+        if not isinstance(state, dict) or state.get("state_dict") is not self.watched:
+            self.watched.refuse_changed()
+        return reduced
+
+    def __deepcopy__(self, memo: dict) -> _WatchedReduction:
+        return _WatchedReduction(copy.deepcopy(self.watched, memo))
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.watched.module, "__reduce_ex__")
+
+
+_OF_TENSOR = " (attributes)"
+
+
+def _of_attributes(name: str) -> bool:
+    return name.endswith(_OF_TENSOR)
+
+
+def _pickles_its_own_way(module: nn.Module) -> bool:
+    return any(
+        getattr(type(module), name, None) is not getattr(nn.Module, name, None)
+        for name in ("__reduce__", "__reduce_ex__", "__getstate__")
+    )
+
+
+def _watched_name(module: nn.Module) -> str | None:
+    """The name of a module that is watched itself: what is in it is not looked at again."""
+    one = vars(module).get("state_dict")
+    return one.name if isinstance(one, _Watched) and one.module is module else None
+
+
+def _attributes_of(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {}) if isinstance(value, OrderedDict) else {}
+
+
+def _under(found: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key[len(prefix) :]: value for key, value in found.items() if key.startswith(prefix)}
 
 
 def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -177,71 +340,10 @@ def _standard(module: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _memory(module: nn.Module) -> dict[Any, str]:
-    """The names of parameters and buffers by where they are."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return {place: name for name, tensor in tensors if (place := _place(tensor)) is not None}
-
-
-def _place(value: Any) -> Any:
-    """Where a tensor is, and its shape; None if it is no ordinary tensor."""
-    if not isinstance(value, Tensor):
-        return None
-    with torch._C.DisableTorchFunctionSubclass():
-        if value.layout != torch.strided:
-            return value.layout, tuple(value.shape)
-        storage = value.untyped_storage().data_ptr()
-        return storage, value.storage_offset(), tuple(value.shape), value.stride(), value.dtype
-
-
-def _fingerprint(value: Any, memory: Mapping[Any, str]) -> str:
-    """Tells values apart, whatever they are. Parameters and buffers count by their names, other modules not at all.
-
-    Of a very large value the first part counts, so that a module that refers to a data set does not make us read it.
-    """
-    digest, seen, values, room = hashlib.sha256(), set(), _VALUES, _BYTES
-    waiting = [value]
-    while waiting and values > 0:
-        value, values = waiting.pop(), values - 1
-        digest.update(f"{type(value).__module__}.{type(value).__qualname__};".encode())
-        if isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, torch.device)) or value is None:
-            digest.update(repr(value).encode())
-            continue
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Tensor) and (name := memory.get(_place(value))) is not None:
-            digest.update(name.encode())
-        elif isinstance(value, Tensor) and value.layout != torch.strided:
-            waiting.extend(_parts_of(value))
-        elif isinstance(value, (Tensor, np.ndarray)):
-            digest.update(f"{value.dtype} {tuple(value.shape)}".encode())
-            if value.nbytes <= room:
-                room -= value.nbytes
-                digest.update(_bytes_of(value))
-        elif isinstance(value, (dict, list, tuple, deque, set, frozenset)):
-            digest.update(b"%d;" % len(value))
-            items: Iterable[Any] = value.items() if isinstance(value, dict) else value
-            waiting.extend(sorted(items, key=repr) if isinstance(value, (set, frozenset)) else islice(items, values))
-        elif hasattr(value, "__dict__") and not isinstance(value, (nn.Module, type)):
-            waiting.append(dict(vars(value)))
-    return digest.hexdigest()
-
-
-def _parts_of(sparse: Tensor) -> list[Tensor]:
-    with torch._C.DisableTorchFunctionSubclass():
-        sparse = sparse.detach()
-        if sparse.layout == torch.sparse_coo:
-            return [sparse._indices(), sparse._values()]
-        by_row = sparse.layout in (torch.sparse_csr, torch.sparse_bsr)
-        ends = (
-            [sparse.crow_indices(), sparse.col_indices()] if by_row else [sparse.ccol_indices(), sparse.row_indices()]
-        )
-        return [*ends, sparse.values()]
-
-
-def _bytes_of(value: Tensor | np.ndarray) -> Any:
-    if isinstance(value, np.ndarray):
-        return pickle.dumps(value) if value.dtype.hasobject else np.ascontiguousarray(value).tobytes()
-    with torch._C.DisableTorchFunctionSubclass():
-        return value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+def _names(module: nn.Module) -> dict[Any, str]:
+    """The names of parameters and buffers, by their places and by their memory."""
+    found: dict[Any, str] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if (place := place_of(tensor)) is not None:
+            found |= {place: name, place[0]: name}
+    return found

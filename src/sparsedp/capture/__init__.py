@@ -1,6 +1,6 @@
 """Uses of parameters during forward, and the per-unit norms and sums that follow from them."""
 
-from sparsedp.capture.capture import Capture, Captured, named_tensors
+from sparsedp.capture.capture import Capture, Captured, is_own_hook, named_tensors
 from sparsedp.capture.inputs import PublicInputs
 from sparsedp.capture.randomness import Draws, RepeatedDraws, Replaced
 from sparsedp.capture.rows import RowSpace, TouchedRows
@@ -8,5 +8,5 @@ from sparsedp.capture.uses import ParameterUses, RowNorms, RowSparse
 
 __all__ = [
     "Capture", "Captured", "Draws", "ParameterUses", "PublicInputs", "RepeatedDraws", "Replaced", "RowNorms", "RowSpace",
-    "RowSparse", "TouchedRows", "named_tensors",
+    "RowSparse", "TouchedRows", "is_own_hook", "named_tensors",
 ]  # fmt: skip

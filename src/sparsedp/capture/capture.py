@@ -25,7 +25,15 @@ from torch.overrides import TorchFunctionMode
 
 from sparsedp.capture.expressions import Expression, Placed
 from sparsedp.capture.functions import APPLY, Functions
-from sparsedp.capture.inputs import NamedInput, PlainInputs, PublicInputs, advice, named_inputs, slots_of
+from sparsedp.capture.inputs import (
+    NamedInput,
+    PlainInputs,
+    PublicInputs,
+    advice,
+    has_units_first,
+    named_inputs,
+    slots_of,
+)
 from sparsedp.capture.owners import Grouping
 from sparsedp.capture.randomness import (
     COUNTING,
@@ -86,6 +94,9 @@ class HasUnits(Protocol):
     @property
     def constants(self) -> tuple[Tensor, ...]: ...  # tensors that are the same in every batch
 
+    @property
+    def unit_axes(self) -> tuple[tuple[Tensor, int | None], ...]: ...  # tensors of the batch, and where their units are
+
 
 @dataclass(frozen=True, eq=False)
 class _Unnumbered:
@@ -95,6 +106,7 @@ class _Unnumbered:
     owners: Tensor | None = None
     offsets: tuple[Tensor, ...] = ()
     constants: tuple[Tensor, ...] = ()
+    unit_axes: tuple[tuple[Tensor, int | None], ...] = ()
 
     @property
     def examples(self) -> int:
@@ -467,7 +479,7 @@ class Capture:
                     "A module was called with a tensor that other operations made of private activations outside of "
                     "forward(), so its units cannot be followed. Make these operations part of the module's forward()."
                 )
-            fits = tensor.ndim > 0 and tensor.shape[0] == self.units
+            fits = tensor.ndim > 0 and tensor.shape[0] == self.units and has_units_first(tensor, batch.unit_axes)
             if (tensor.requires_grad or not fits) and self._whose_memory(tensor) is not None:
                 continue  # the module's own: one of its parts was called with it
             self._info[tensor] = UnitData(UnitAxis(0)) if fits else _SHARED
@@ -1226,6 +1238,11 @@ class _After(_Unnamed):
 
     def __reduce__(self) -> Any:
         return _return_inactive, ()
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether capture registered a hook of a module, or a copy has it from there."""
+    return hook is _inactive or isinstance(hook, (_Before, _After))
 
 
 def _return_inactive() -> Callable:

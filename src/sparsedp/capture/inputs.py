@@ -55,6 +55,69 @@ class PublicInputs:
                 )
 
 
+def has_units_first(tensor: Tensor, unit_axes: Sequence[tuple[Tensor, int | None]]) -> bool:
+    """Whether axis 0 of an input, which is as long as there are units, is theirs and has not that length by chance.
+
+    `unit_axes` has the tensors of the batch, and on which axis their units are. A view of one of them tells by its strides
+    where the units went. A copy tells only by its values; they are looked at if another axis is as long. False if the units
+    are elsewhere, or on no axis; True if nothing is known.
+    """
+    units = tensor.shape[0]
+    if units < 2 or not tensor.numel() or tensor.layout != torch.strided:
+        return True
+    for source, axis in unit_axes:
+        if tensor is source:
+            return axis == 0
+    memory = _memory_of(tensor)
+    with torch._C.DisableTorchFunctionSubclass():
+        shared = [(source, axis) for source, axis in unit_axes if _memory_of(source) == memory]
+        if shared:
+            return any(axis is not None and _rows_are_units(tensor, source, axis) for source, axis in shared)
+        others = [axis for axis in range(1, tensor.ndim) if tensor.shape[axis] == units]
+        rows = [source.movedim(axis, 0) for source, axis in unit_axes if axis is not None] if others else []
+        return any(_equal(tensor, row) for row in rows) or not any(
+            _equal(moved, row)
+            for row in rows
+            for axis in others
+            for moved in (tensor.transpose(0, axis), tensor.movedim(axis, 0))
+        )
+
+
+def _memory_of(tensor: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor.untyped_storage().data_ptr()
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one, other.to(one.device, one.dtype))
+
+
+def _rows_are_units(view: Tensor, source: Tensor, axis: int) -> bool:
+    """Whether each row of `view` lies in the same unit of `source`, whose memory it shares and whose units are on `axis`."""
+    size = source.element_size()
+    strides = [(size * source.stride(a), source.shape[a], a) for a in range(source.ndim) if source.shape[a] > 1]
+    strides.sort(reverse=True)
+
+    def unit_of(place: int) -> int:
+        """The unit that a byte of `source` belongs to."""
+        found = 0
+        for stride, length, a in strides:
+            index = min(place // stride, length - 1) if stride else 0
+            place -= index * stride
+            found = index if a == axis else found
+        return found if 0 <= place < size else -1
+
+    size_here = view.element_size()
+    first = int(view.storage_offset()) * size_here - int(source.storage_offset()) * size
+    steps = [(size_here * stride, length) for stride, length in zip(view.stride(), view.shape)]
+    if first < 0 or steps[0][0] != size * source.stride(axis) or view.shape[0] != source.shape[axis]:
+        return False
+    inner = [(stride, length) for stride, length in steps[1:] if length > 1]
+    last = first + sum(stride * (length - 1) for stride, length in inner) + size_here - 1
+    places = [first, last, *(first + stride * n for stride, length in inner for n in {1, length - 1})]
+    return all(unit_of(place) == 0 for place in places)
+
+
 class PlainInputs:
     """Arrays, and lists with as many items as the batch has units: no tensors, so that what is made of them is not followed."""
 
@@ -93,6 +156,7 @@ def advice(name: str) -> str:
     if name in _DIVISORS:
         return start + "With transformers' Trainer, override compute_loss, as docs/pitfalls.md shows."
     return start + (
+        "If the loop transposed a tensor of the batch, do that inside of forward(), where it is followed. "
         "If it is the same whoever is in the batch (a mask for all, a temperature), declare it: "
         f"make_private(..., public_inputs=({name!r},))."
     )

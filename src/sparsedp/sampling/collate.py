@@ -39,10 +39,11 @@ def examine(dataset: Any, collate: Callable[[Any], Any], public: Sequence[str] =
     - What has no axis of examples must be the same in all of these batches, or be declared `public` (`layout_of`).
 
     What cannot be judged passes: a collate function or a data set that makes other rows each time, or that fails here (with
-    a warning), and rows that change their shape. Batches of default_collate have nothing but rows of examples.
+    a warning), and rows that change their shape. Batches of default_collate have nothing but rows of examples, if these are
+    read one by one; `__getitems__`, which reads those of a batch together, may mix them.
     """
-    if collate is default_collate:
-        return BatchLayout()
+    if collate is default_collate and not getattr(dataset, "__getitems__", None):
+        return BatchLayout(is_rows=True)
     places, others = _places(len(dataset))
     exchanged = [[*places[:-1], other] for other in others[:3]]
     tried = [places, places, *exchanged, places[1:], (others + places[::-1])[: len(places) - 2]]
@@ -56,7 +57,8 @@ def examine(dataset: Any, collate: Callable[[Any], Any], public: Sequence[str] =
             stacklevel=2,
         )
         return BatchLayout()
-    entries, constants = layout_of(batches, [len(chosen) for chosen in tried], public)
+    sizes = [len(chosen) for chosen in tried]
+    entries, constants, elsewhere = layout_of(batches, sizes, public)
     offsets = []
     for entry in entries:
         arrays = [array for array in map(as_rows, entry.values) if array is not None]
@@ -73,12 +75,18 @@ def examine(dataset: Any, collate: Callable[[Any], Any], public: Sequence[str] =
             for other in changed
         ):
             raise UnsupportedError(
-                f"collate_fn makes rows of an example from other examples of the batch (in-batch negatives?): with one "
+                f"{_maker(dataset)} makes rows of an example from other examples of the batch (in-batch negatives?): with one "
                 f"example exchanged or left out, rows of others changed in {entry.path}. A unit's gradient would then depend on "
                 "other units, and clipping would not bound what one of them does. Make each row of its own example alone; "
                 "sparsedp.nn.CandidateSampler draws negatives from the vocabulary."
             )
-    return BatchLayout(tuple(constants), tuple(offsets))
+    axes = tuple((entry, entry.axis_of_units(sizes)) for entry in (*entries, *elsewhere))
+    return BatchLayout(tuple(constants), tuple(offsets), axes)
+
+
+def _maker(dataset: Any) -> str:
+    is_batched = getattr(dataset, "__getitems__", None) is not None
+    return f"collate_fn, or __getitems__ of {type(dataset).__name__}," if is_batched else "collate_fn"
 
 
 def _places(size: int) -> tuple[list[int], list[int]]:

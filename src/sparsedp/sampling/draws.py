@@ -40,6 +40,8 @@ class BatchInfo:
     # Tensors of the batch with an entry for each example, which other examples decide: where bags begin.
     offsets: tuple[torch.Tensor, ...] = field(default=(), compare=False)
     constants: tuple[torch.Tensor, ...] = field(default=(), compare=False)  # the same in every batch
+    # Tensors of the batch of which it is known on which axis the examples are (None: on none).
+    unit_axes: tuple[tuple[torch.Tensor, int | None], ...] = field(default=(), compare=False)
 
     @property
     def examples(self) -> int:

@@ -50,6 +50,13 @@ class Entry:
             batch = step.of(batch)
         return batch
 
+    def of_or_none(self, batch: Any) -> Any:
+        """None if a batch is made otherwise than those that were tried."""
+        try:
+            return self.of(batch)
+        except (KeyError, IndexError, AttributeError, TypeError):
+            return None
+
     def is_named(self, names: Sequence[str]) -> bool:
         """Whether one of `names` is its path, or the key of a part that it belongs to."""
         return self.path in names or any(step.key in names for step in self.steps if isinstance(step.key, str))
@@ -67,6 +74,18 @@ class Entry:
         """Whether its first axis counts the examples of the batches, which are so many."""
         return all(_length(value) == size for value, size in zip(self.values, sizes))
 
+    def axis_of_units(self, sizes: Sequence[int]) -> int | None:
+        """The first axis if it counts the examples, or the only other one that does; None if there is no such axis."""
+        if self.has_units(sizes):
+            return 0
+        shapes = [_shape(value) for value in self.values]
+        axes = [
+            axis
+            for axis in range(min(map(len, shapes)))
+            if all(shape[axis] == size for shape, size in zip(shapes, sizes))
+        ]
+        return axes[0] if len(axes) == 1 else None
+
 
 @dataclass(frozen=True, eq=False)
 class BatchLayout:
@@ -74,6 +93,8 @@ class BatchLayout:
 
     constants: tuple[Entry, ...] = ()  # each with its one value
     offsets: tuple[Entry, ...] = ()
+    axes: tuple[tuple[Entry, int | None], ...] = ()  # arrays, and on which axis their examples are; None: on none
+    is_rows: bool = False  # whether nothing is in a batch but arrays with the examples on axis 0
 
     @property
     def constant_tensors(self) -> tuple[Tensor, ...]:
@@ -84,6 +105,14 @@ class BatchLayout:
 
     def constants_of(self, batch: Any) -> tuple[Tensor, ...]:
         return _tensors(self.constants, batch)
+
+    def unit_axes_of(self, batch: Any) -> tuple[tuple[Tensor, int | None], ...]:
+        """The tensors and arrays of a batch of which it is known on which axis the examples are, or that they are on none."""
+        if self.is_rows:
+            found: Iterator[tuple[Any, int | None]] = ((value, 0) for value in _arrays_in(batch, _DEPTH))
+        else:
+            found = ((value, axis) for entry, axis in self.axes if (value := entry.of_or_none(batch)) is not None)
+        return tuple((tensor, axis) for value, axis in found if (tensor := _as_tensor(value)) is not None)
 
     def refuse_change(self, batch: Any) -> None:
         """Raises if a batch holds another value where those that were tried had a common one."""
@@ -100,15 +129,34 @@ def _tensors(entries: Sequence[Entry], batch: Any) -> tuple[Tensor, ...]:
     return tuple(value for entry in entries if isinstance(value := entry.of(batch), Tensor))
 
 
+def _as_tensor(value: Any) -> Tensor | None:
+    """The same memory as a tensor; None if there is none."""
+    if isinstance(value, np.ndarray):
+        try:
+            return torch.from_numpy(value) if value.flags.writeable else None
+        except (TypeError, ValueError):  # a type that torch does not have, or steps backwards
+            return None
+    return value if isinstance(value, Tensor) and not value.is_nested and value.layout == torch.strided else None
+
+
+def _arrays_in(value: Any, depth: int) -> Iterator[Any]:
+    """The tensors and arrays of a batch of default_collate."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        yield value
+    elif depth and isinstance(value, (Mapping, tuple, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _arrays_in(item, depth - 1)
+
+
 def layout_of(
     batches: Sequence[Any], sizes: Sequence[int], public: Sequence[str] = ()
-) -> tuple[list[Entry], list[Entry]]:
-    """The entries with an axis of examples, and those that are the same in all `batches` of `sizes` examples.
+) -> tuple[list[Entry], list[Entry], list[Entry]]:
+    """The entries with an axis of examples, those that are the same in all `batches` of `sizes` examples, and other arrays.
 
     Raises for what differs and has no such axis, save what is declared `public`, by key or path, and arrays whose size
     follows the batch: flat ids of bags, or a batch on the second axis. Capture lets these meet nothing but each other.
     """
-    rows, constants = [], []
+    rows, constants, others = [], [], []
     for entry in _entries(list(batches), list(sizes), (), _DEPTH):
         values = entry.values
         if entry.has_units(sizes):
@@ -122,7 +170,9 @@ def layout_of(
             raise _refusal(entry, f"it is a {type(values[0]).__name__} in one batch and something else in another")
         elif not _is_array(values[0]) or len({_shape(value) for value in values}) == 1:
             raise _refusal(entry, f"this {_kind(values[0])} differs from batch to batch")
-    return rows, constants
+        else:
+            others.append(entry)
+    return rows, constants, others
 
 
 def _refusal(entry: Entry, why: str) -> UnsupportedError:

@@ -267,8 +267,11 @@ class PrivateLoader(DataLoader[Any]):
                 if batch is not _END:
                     self.layout.refuse_change(batch)
                     given, info = given + 1, infos.popleft()
-                    if (layout := self.layout).offsets or layout.constants:
-                        info = replace(info, offsets=layout.offsets_of(batch), constants=layout.constants_of(batch))
+                    layout = self.layout
+                    info = replace(
+                        info, offsets=layout.offsets_of(batch), constants=layout.constants_of(batch),
+                        unit_axes=layout.unit_axes_of(batch),
+                    )  # fmt: skip
                     self._announce(info, start, number)
                     yield batch
         except GeneratorExit:

@@ -106,6 +106,20 @@ def unguard(parameter: nn.Parameter) -> None:
         del parameter.table_owner, parameter.table_name
 
 
+def without_guard(tensor: Tensor, state: Any) -> Any:
+    """The Python attributes of a tensor without those that `guard` gave it."""
+    if not isinstance(tensor, _Guarded) or not isinstance(state, dict):
+        return state
+    return {name: value for name, value in state.items() if name not in ("table_owner", "table_name")}
+
+
+def unguarded_class(value: Any) -> type:
+    """What a value is an instance of, or will be again when it is not guarded any more."""
+    if isinstance(value, _Guarded):
+        return nn.Parameter if isinstance(value, LazyTable) else torch.Tensor
+    return type(value)
+
+
 def settle_before(func: Callable, args: tuple, kwargs: dict) -> None:
     """Settles what an operation is about to read: the rows that it looks up, or all rows."""
     for tensor in _guarded_in((args, kwargs)):
