@@ -268,7 +268,7 @@ class PrivacyEngine:
             for name, parameter in parameters.items():
                 if name in private.lazy:
                     guard(parameter, private.lazy, name)
-        leaving.watch(module)
+        leaving.watch(module, capture.require_unwritten)
         self._capture = capture
         self._plan, self._module, self._optimizer, self._loader = plan, module, private, loader
         return module, private, loader
@@ -451,7 +451,8 @@ class PrivacyEngine:
                 "This engine has released frequencies already, and the checkpoint holds those of its run: both would have to "
                 "be paid for. Call load_checkpoint before release_frequencies or estimate_errors."
             )
-        with nullcontext() if optimizer.lazy is None else optimizer.lazy.replaced():
+        assert self._capture is not None
+        with nullcontext() if optimizer.lazy is None else optimizer.lazy.replaced(), self._capture.replacing():
             loaded = leaving.loading(module)
             common = self._lineage.common(state.lineage)
             copy_tensors = checkpoint.restore(state, common, module, optimizer, self.ledger, loader)
@@ -463,7 +464,6 @@ class PrivacyEngine:
                 self._key = RandomKey.from_os()
                 optimizer.noise.key = self._key.child(_NOISE)
                 loader.rekey(self._key.child(_SAMPLING))
-            assert self._capture is not None
             self._capture.draws = self._draws()
             copy_tensors()
             loaded()

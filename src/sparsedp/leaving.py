@@ -26,11 +26,12 @@ _VALUES, _BYTES = 100_000, 1 << 26
 _TORCH = frozenset(vars(nn.Module())) | {"state_dict"}  # attributes that torch's own modules have
 
 
-def watch(module: nn.Module) -> None:
-    """From now on, `state_dict` and pickling of the module and of its parts refuse what changed."""
+def watch(module: nn.Module, before: Callable[[], None]) -> None:
+    """From now on, `state_dict` and pickling of the module and of its parts refuse what changed. They call `before` first."""
     for name, part in module.named_modules():
         if not isinstance(vars(part).get("state_dict"), _Watched):  # one that an earlier engine left knows of a change
             vars(part)["state_dict"] = _Watched(part, name)
+        vars(part)["state_dict"].before.append(before)
 
 
 def unwatch(module: nn.Module) -> None:
@@ -65,6 +66,7 @@ class _Watched:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
+        self.before: list[Callable[[], None]] = []
         self.own = vars(module).get("state_dict")  # somebody may have put another function there
         self.extras = self._extras(self._call())
         self.attributes = self._attributes()
@@ -75,6 +77,7 @@ class _Watched:
         return type(self.module).state_dict(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._require()
         found = self._call(*args, **kwargs)
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         changed = _different(self.extras, self._extras(found, prefix))
@@ -85,6 +88,10 @@ class _Watched:
                 "it may tell of private data, without noise. Keep it outside of the module, or set it back to what it was."
             )
         return found
+
+    def _require(self) -> None:
+        for require in self.before:
+            require()
 
     def changed(self) -> bool:
         """Whether anything here, or in the `state_dict` of a part, is not what it was."""
@@ -111,16 +118,18 @@ class _Watched:
             vars(self.module)["state_dict"] = self.own
 
     def __deepcopy__(self, memo: dict) -> _Watched:
-        """A copy of the module is watched, too."""
+        """A copy of the module is watched, too; what training does to the module does nothing to the copy."""
+        self._require()
         other = _Watched.__new__(_Watched)
         memo[id(self)] = other
         other.module, other.name = copy.deepcopy(self.module, memo), self.name
-        other.own = copy.deepcopy(self.own, memo)
+        other.before, other.own = [], copy.deepcopy(self.own, memo)
         other.extras, other.attributes = dict(self.extras), dict(self.attributes)
         return other
 
     def __reduce__(self) -> Any:
         """Where a module is pickled: it will be an ordinary one."""
+        self._require()
         if changed := self.changed_attributes():
             raise UnsupportedError(
                 f"Attribute '{changed[0]}' of {self._title()} has changed since make_private: it may hold private data, and "
