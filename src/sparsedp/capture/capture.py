@@ -570,9 +570,9 @@ class Capture:
         if changed:
             raise UnsupportedError(
                 f"'{changed[0]}' was changed between forward() and step(), in backward() or after it (by a custom function, a "
-                "hook, or the loop?). What a buffer or a parameter keeps of gradients reaches the state_dict without noise, so it "
-                "must not leave: begin anew, or load a checkpoint. Keep such state outside of the module. What does not depend on "
-                "the batch may be changed after step()."
+                "hook, or the loop?). What a buffer or a parameter keeps of gradients reaches the state_dict without noise, so "
+                "it must not leave: begin anew, or load a checkpoint. Keep such state outside of the module. What does not "
+                "depend on the batch may be changed after step()."
             )
 
     @contextmanager
@@ -803,14 +803,14 @@ class Capture:
             self._scripted.end()
             self._batch, self._storages, self._stack = before
 
-    def target(self, func: Callable, args: tuple, kwargs: dict) -> str | None:
-        """The parameter or buffer that an operation would write to, if any."""
+    def targets(self, func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+        """The tensors that an operation would write to."""
         name = _name(func)
-        targets = [_written(name, args, kwargs), *_all_tensors(kwargs.get("out"))]
-        if name.startswith("_foreach_") and name.endswith("_"):
-            targets += args[0]
-        owners = (self._whose_memory(tensor) for tensor in targets if tensor is not None)
-        return next((owner for owner in owners if owner is not None), None)
+        written, many = _written(name, args, kwargs), name.startswith("_foreach_") and name.endswith("_")
+        return [*([] if written is None else [written]), *_all_tensors(kwargs.get("out")), *(args[0] if many else ())]
+
+    def memory(self, tensor: Tensor) -> int:
+        return _memory(tensor)
 
     def private_memory(self, tensor: Tensor) -> str | None:
         """The private parameter whose memory a tensor has, if any."""
@@ -1115,7 +1115,7 @@ class Capture:
         where = next((name for name in reversed(self._stack) if name), "")
         return f" in module '{where}'" if where else ""
 
-    where = _where  # for what is written with this class
+    where, whose_memory = _where, _whose_memory  # for what is written with this class
 
 
 def _memory(tensor: Tensor) -> int:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 
-from sparsedp.capture.tracking import Mixed, UnitAxis
+from sparsedp.capture.tracking import Mixed, UnitAxis, UnitData
 from sparsedp.errors import UnitsMixedError, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.noise import RandomKey
@@ -43,7 +43,7 @@ class Functions:
     """
 
     def __init__(self, capture: Capture, generator: CipherGenerator | None) -> None:
-        self._capture, self._always = capture, generator is None
+        self.capture, self._always = capture, generator is None
         self._generator = RandomKey.from_os().generator() if generator is None else generator
         self._seen: set[tuple[type, str]] = set()
         self._outer: list[Any] = []  # of private modules which call one another
@@ -58,7 +58,7 @@ class Functions:
             def run(*values: Any, form: type = function) -> Any:
                 return APPLY.__get__(None, form)(*values, **kwargs)
 
-            if threading.get_ident() == thread and torch.is_grad_enabled() and self._capture.is_watching():
+            if threading.get_ident() == thread and torch.is_grad_enabled() and self.capture.is_watching():
                 return self._apply(function, run, args)
             return run(*args)
 
@@ -81,7 +81,7 @@ class Functions:
             is_first = axes is not None and self._is_first(function)
             is_due = axes is not None and self._is_due(is_first)
             copies = [copied(tensor, tensor.requires_grad) for tensor in inputs] if is_due else None
-        use = _Use(weakref.ref(self), function, self._capture.surroundings(), self._axes_of(args))
+        use = _Use(weakref.ref(self), function, self.capture.surroundings(), self._axes_of(args))
         outer, self.is_running = self.is_running, True
         self.starting = use
         try:
@@ -92,11 +92,11 @@ class Functions:
             outputs = list(tensors_in(out))
             if axes is not None:
                 self._follow(function, inputs, axes, outputs)
-            use.outputs = [_Output.of(value, self._capture) for value in (out if isinstance(out, tuple) else (out,))]
+            use.outputs = [_Output.of(value, self.capture) for value in (out if isinstance(out, tuple) else (out,))]
         if axes is not None and copies is not None:
-            output_axes = [self._capture.known_axis(tensor) for tensor in outputs]
+            output_axes = [self.capture.known_axis(tensor) for tensor in outputs]
             given = with_tensors(args, iter(copies))
-            trial = _Trial(run, given, copies, axes, output_axes, self._capture.units, is_first)
+            trial = _Trial(run, given, copies, axes, output_axes, self.capture.units, is_first)
             with torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
                 self._try(function, trial, outputs)
             use.trial = trial
@@ -123,11 +123,11 @@ class Functions:
 
     def _axes_of(self, args: tuple) -> list[UnitAxis | None]:
         """Of the arguments that may get a gradient: tensors in lists do not."""
-        return [self._capture.known_axis(value) if isinstance(value, Tensor) else None for value in args]
+        return [self.capture.known_axis(value) if isinstance(value, Tensor) else None for value in args]
 
     def _input_axes(self, function: type, inputs: list[Tensor]) -> list[UnitAxis | None] | None:
         """Where the units are in each input, None in constants; None where no gradient of a unit passes."""
-        capture = self._capture
+        capture = self.capture
         capture.require_history()
         if function.__module__ == "torch.utils.checkpoint":
             raise UnsupportedError(
@@ -137,40 +137,40 @@ class Functions:
         for parameter in map(capture.expression, inputs):
             if parameter is not None:
                 reason = f"it takes private parameter {parameter.names}, at which it would leave an ordinary gradient"
-                raise self._refuse(function, reason)
+                raise self.refuse(function, reason)
         if not any(tensor.requires_grad for tensor in inputs):
             return None
         for owner in map(capture.private_memory, inputs):
             if owner is not None:
                 reason = f"it takes a tensor with the memory of private parameter '{owner}', which its backward() could change"
-                raise self._refuse(function, reason)
+                raise self.refuse(function, reason)
         if not any(map(capture.is_data, inputs)):
             return None
         axes = [capture.known_axis(tensor) for tensor in inputs]
         if any(axis is None and capture.is_data(tensor) for tensor, axis in zip(inputs, axes)):
-            raise self._refuse(function, "where the units are in its inputs is not known")
+            raise self.refuse(function, "where the units are in its inputs is not known")
         return axes
 
     def _follow(self, function: type, inputs: list[Tensor], axes: list[UnitAxis | None], outputs: list[Tensor]) -> None:
         """Capture followed what forward() did, one operation after another. It knows where the units are, or they mix."""
-        capture = self._capture
+        capture = self.capture
         capture.forget_history()
         for tensor in outputs:
             if not capture.is_data(tensor):  # an input that is given back as it is becomes another tensor
                 same = [axis for given, axis in zip(inputs, axes) if axis is not None and _is_same(tensor, given)]
                 capture.place(tensor, same[0] if same else None)
             if tensor.requires_grad and capture.known_axis(tensor) is None:
-                raise self._refuse(function, "its forward() does not keep units apart in a way that can be followed")
+                raise self.refuse(function, "its forward() does not keep units apart in a way that can be followed")
 
     def _is_first(self, function: type) -> bool:
-        use = (function, self._capture.where())
-        is_first = use not in self._seen and self._capture.units > 1
+        use = (function, self.capture.where())
+        is_first = use not in self._seen and self.capture.units > 1
         if is_first:
             self._seen.add(use)
         return is_first
 
     def _is_due(self, is_first: bool) -> bool:
-        if self._capture.units < 2:
+        if self.capture.units < 2:
             return False  # there is nobody to exchange
         return is_first or self._always or float(self._generator.random(1)[0]) < _AGAIN
 
@@ -178,7 +178,7 @@ class Functions:
 
     def go_back(self, use: _Use, backward: Callable, grads: tuple) -> Any:
         """What `backward` makes of copies of the gradients: others may need them as they are."""
-        capture = self._capture
+        capture = self.capture
         with torch._C.DisableTorchFunction():
             given = [None if grad is None else grad.clone() for grad in grads]
             for grad, output in zip(given, use.outputs):
@@ -187,15 +187,16 @@ class Functions:
         outer, self.is_running = self.is_running, True
         try:
             with capture.going_back(use.surroundings):
-                with _Backward(self, use.function):
+                with _Backward(self, use.function, given):
                     out = backward(*given)
                 results = list(out) if isinstance(out, tuple) else [out]
                 with torch._C.DisableTorchFunction():
                     self._judge(use, results)
-            trial, use.trial = use.trial, None
-            if trial is not None:
-                with torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
-                    self._try_real(use.function, trial, list(grads), results)
+                trial, use.trial = use.trial, None
+                if trial is not None:
+                    arrived = [grad for grad, output in zip(grads, use.outputs) if output.place is not None]
+                    with torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
+                        self._try_real(use.function, trial, arrived, results)
         finally:
             self.is_running = outer
             capture.forget_history()
@@ -203,18 +204,18 @@ class Functions:
 
     def _judge(self, use: _Use, results: list[Any]) -> None:
         """The gradients of inputs have their units where the inputs have them."""
-        if self._capture.units < 2:
+        if self.capture.units < 2:
             return
         for axis, grad in zip(use.input_axes, results):
             if axis is None or not isinstance(grad, Tensor):
                 continue
-            found, info = self._capture.known_axis(grad), self._capture.info(grad)
+            found, info = self.capture.known_axis(grad), self.capture.info(grad)
             if info is None and not grad.any():
                 continue  # zeros that were made without looking at the batch
             if isinstance(info, Mixed) or (found is not None and found != axis):
                 raise self._mixes(use.function, "backward")
             if found is None:
-                raise self._refuse(
+                raise self.refuse(
                     use.function, "its backward() does not keep units apart in a way that can be followed"
                 )
 
@@ -222,40 +223,10 @@ class Functions:
         """Tells where the units are in outputs that come back as other tensors."""
         with torch._C.DisableTorchFunction():
             for tensor in tensors:
-                if tensor is not None and self._capture.info(tensor) is None:
+                if tensor is not None and self.capture.info(tensor) is None:
                     same = [output for output in use.outputs if output.place == _place(tensor)]
                     if same:
-                        self._capture.place(tensor, same[0].axis)
-
-    def require_visible(self, function: type, func: Callable, args: tuple, kwargs: dict) -> None:
-        """Before an operation of backward()."""
-        capture = self._capture
-        if torch._C._functorch.peek_interpreter_stack() is not None:
-            raise self.refuse_backward(
-                function, "uses torch.vmap or another transform of torch.func, which hides what it does"
-            )
-        with torch._C.DisableTorchFunction():
-            written = capture.target(func, args, kwargs)
-            if written is not None:
-                raise self.refuse_backward(
-                    function, f"writes to '{written}', which would reach the state_dict without noise"
-                )
-            if torch.is_grad_enabled():
-                for expression in map(capture.expression, tensors_in((args, kwargs))):
-                    if expression is not None:
-                        reason = (
-                            f"differentiates a use of private parameter {expression.names}, which is not captured there"
-                        )
-                        raise self.refuse_backward(function, reason)
-
-    def require_tensors(self, function: type, func: Callable, args: tuple, kwargs: dict, out: Any) -> None:
-        """After an operation of backward(): of the values of a batch it may make tensors, which are followed."""
-        name = getattr(func, "__name__", "")
-        if _is_followed(out) or name in _ABOUT_SHAPES:
-            return
-        if any(map(self._capture.is_data, tensors_in((args, kwargs)))):
-            reason = f"takes values out of a tensor by '{name.strip('_')}', where they cannot be followed"
-            raise self.refuse_backward(function, reason)
+                        self.capture.place(tensor, same[0].axis)
 
     # ------------------------------------------------------------------ trials
 
@@ -272,18 +243,19 @@ class Functions:
         first, second = trial.run(trial.inputs, grads), trial.run(trial.inputs, grads)
         if not all(map(unchanged, first.outputs + first.grads, second.outputs + second.grads)):
             raise self._changes(function)
-        others = [None if grad is None else 3 * self._normal(grad) for grad in grads]
+        others = [None if grad is None else self._normal(grad) for grad in grads]
         self._exchange(function, trial, first, grads, others)
 
     def _try_real(self, function: type, trial: _Trial, grads: list[Tensor | None], results: list[Any]) -> None:
         """The same with the gradients that arrived, of which `results` were made."""
         first = trial.run(trial.inputs, grads)
-        made = [grad for value, grad in zip(trial.args, results) if isinstance(value, Tensor) and value.requires_grad]
-        again = [
-            grad for grad, value in zip(first.grads, trial.inputs) if value.requires_grad and _is_in(value, trial.args)
-        ]
-        if not all(map(unchanged, made, again)):
-            raise self._changes(function)
+        again = iter(first.grads)
+        for value, made in zip(trial.args, results):
+            for tensor, grad in zip(tensors_in(value), again):
+                if tensor is not value or grad is None or not isinstance(made, Tensor) or grad.shape != made.shape:
+                    continue  # torch drops it, or adds some of it up
+                if not unchanged(made.to(grad.dtype), grad):
+                    raise self._changes(function)
         self._exchange(function, trial, first, grads, grads)
 
     def _exchange(
@@ -294,7 +266,7 @@ class Functions:
         grads: list[Tensor | None],
         others: list[Tensor | None],
     ) -> None:
-        """Exchanged units get the inputs of one that stays, and its part of `others` as gradients, times a number."""
+        """Exchanged units get the inputs of one that stays, and three times its part of `others` as gradients."""
         units = trial.units
         for kept in self.halves(units, parting=trial.is_first):
             staying = kept.nonzero().squeeze(1)
@@ -317,20 +289,17 @@ class Functions:
         return torch.from_numpy(self._generator.standard_normal(tuple(like.shape))).to(like)
 
     def _changes(self, function: type) -> UnsupportedError:
-        return self._refuse(function, "the same inputs gave something else the second time (is it random?)")
+        return self.refuse(function, "the same inputs gave something else the second time (is it random?)")
 
     def _mixes(self, function: type, where: str) -> UnitsMixedError:
         return UnitsMixedError(
-            f"torch.autograd.Function '{function.__name__}'{self._capture.where()} mixes units in its {where}(): what it gives "
+            f"torch.autograd.Function '{function.__name__}'{self.capture.where()} mixes units in its {where}(): what it gives "
             "to one unit changes with the others. Let it treat each unit by itself."
         )
 
-    def refuse_backward(self, function: type, reason: str) -> UnsupportedError:
-        return self._refuse(function, f"its backward() {reason}")
-
-    def _refuse(self, function: type, reason: str) -> UnsupportedError:
+    def refuse(self, function: type, reason: str) -> UnsupportedError:
         return UnsupportedError(
-            f"torch.autograd.Function '{function.__name__}'{self._capture.where()}: {reason}. Write it with torch operations, or "
+            f"torch.autograd.Function '{function.__name__}'{self.capture.where()}: {reason}. Write it with torch operations, or "
             "let it take activations alone, with the batch on an axis of its own, and treat each unit by itself."
         )
 
@@ -385,16 +354,66 @@ class _Context:
 class _Backward(TorchFunctionMode):
     """Refuses what capture would not see, or only after it is done, in the backward() of a function."""
 
-    def __init__(self, functions: Functions, function: type) -> None:
+    def __init__(self, functions: Functions, function: type, grads: list[Tensor | None]) -> None:
         super().__init__()
-        self._functions, self._function = functions, function
+        self._functions, self._function, self._capture = functions, function, functions.capture
+        # The memory of what it was given, or has made.
+        self._made = {self._capture.memory(grad) for grad in grads if grad is not None}
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        functions, kwargs = self._functions, kwargs or {}
-        functions.require_visible(self._function, func, args, kwargs)
+        kwargs = kwargs or {}
+        given = list(tensors_in((args, kwargs)))
+        self._before(func, args, kwargs, given)
         out = func(*args, **kwargs)
-        functions.require_tensors(self._function, func, args, kwargs, out)
+        with torch._C.DisableTorchFunction():
+            self._after(getattr(func, "__name__", ""), given, out)
+            if func is torch.autograd.grad:
+                self._place_gradients(out, *args, **kwargs)
         return out
+
+    def _before(self, func: Callable, args: tuple, kwargs: dict, given: list[Tensor]) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise self._refuse("uses torch.vmap or another transform of torch.func, which hides what it does")
+        with torch._C.DisableTorchFunction():
+            for tensor in self._capture.targets(func, args, kwargs):
+                if self._capture.memory(tensor) not in self._made:
+                    owner = self._capture.whose_memory(tensor)
+                    what = "a tensor that it did not make" if owner is None else f"'{owner}'"
+                    raise self._refuse(f"writes to {what}, where gradients would stay without noise")
+            if torch.is_grad_enabled():
+                for expression in map(self._capture.expression, given):
+                    if expression is not None:
+                        raise self._refuse(
+                            f"differentiates a use of private parameter {expression.names}, unseen by capture"
+                        )
+
+    def _after(self, name: str, given: list[Tensor], out: Any) -> None:
+        """Of the values of a batch, tensors may be made, which are followed, but no numbers."""
+        if _are_tensors(out):
+            before = {self._capture.memory(tensor) for tensor in given}
+            self._made |= {self._capture.memory(tensor) for tensor in tensors_in(out)} - before
+            return
+        hidden = [tensor for tensor in given if self._capture.is_data(tensor)]
+        if name in _ABOUT_SHAPES:  # which data decide where a mask picked from them
+            is_number = isinstance(out, (int, tuple))
+            hidden = [tensor for tensor in hidden if is_number and self._capture.info(tensor) == UnitData(None)]
+        if hidden:
+            name = name.strip("_") if name != "__get__" else "shape"
+            raise self._refuse(f"takes values out of a tensor by '{name}', where they cannot be followed")
+
+    def _place_gradients(
+        self, found: tuple, outputs: Any, inputs: Any, grad_outputs: Any = None, *_: Any, **options: Any
+    ) -> None:
+        """What was followed keeps units apart on its own way back, too."""
+        capture = self._capture
+        axes = [capture.known_axis(tensor) for tensor in tensors_in(outputs)]
+        if None not in axes and axes == [capture.known_axis(tensor) for tensor in tensors_in(grad_outputs)]:
+            for grad, tensor in zip(found, tensors_in(inputs)):
+                if grad is not None:
+                    capture.place(grad, capture.known_axis(tensor))
+
+    def _refuse(self, reason: str) -> UnsupportedError:
+        return self._functions.refuse(self._function, f"its backward() {reason}")
 
 
 class _Outcome(NamedTuple):
@@ -433,13 +452,13 @@ _ABOUT_SHAPES = {
     "__get__", "__len__", "__hash__", "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset",
     "element_size", "get_device", "data_ptr", "type", "sparse_dim", "dense_dim", "result_type", "promote_types", "can_cast",
     "is_tensor", "is_storage", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg",
-    "is_inference", "is_same_size", "is_shared", "is_pinned", "is_set_to", "is_coalesced", "_is_view", "has_names", "is_grad_enabled",
+    "is_inference", "is_same_size", "is_shared", "is_pinned", "is_set_to", "is_coalesced", "_is_view", "has_names",
 }  # fmt: skip
 
 
-def _is_followed(out: Any) -> bool:
+def _are_tensors(out: Any) -> bool:
     if isinstance(out, (tuple, list)):
-        return all(map(_is_followed, out)) and len(out) > 0
+        return len(out) > 0 and all(map(_are_tensors, out))
     return out is None or isinstance(out, Tensor)
 
 
@@ -475,10 +494,6 @@ def _place(tensor: Tensor) -> tuple:
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
     return _place(tensor) == _place(other)
-
-
-def _is_in(tensor: Tensor, values: tuple) -> bool:
-    return any(tensor is value for value in values)
 
 
 def _unit_of(tensor: Tensor, axis: UnitAxis, units: int) -> Tensor:
