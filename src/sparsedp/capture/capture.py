@@ -446,7 +446,7 @@ class Capture:
         self._begin_draws()
         with torch._C.DisableTorchFunctionSubclass():
             tensors = list(named_tensors(self._module))
-            self._require_unwritten(tensors)
+            self.require_unwritten(tensors)
             self._kept, self._storages, self._keeping = _versions(tensors), {}, []
             self._went_back = False
             self._before, self._written = {}, {}
@@ -543,9 +543,12 @@ class Capture:
 
     # ------------------------------------------------------------------ after backward
 
-    def collect(self) -> Captured | None:
-        """The uses of the backward passes since the last call; None if there were none."""
-        self.require_unwritten()
+    def collect(self, tensors: list[tuple[str, Tensor]] | None = None) -> Captured | None:
+        """The uses of the backward passes since the last call; None if there were none.
+
+        `tensors` are the module's `named_tensors`, where the caller has them already.
+        """
+        self.require_unwritten(tensors)
         tape, self._tape, self._went_back, self._written = self._tape, [], False, {}
         self._require_gradients()
         if not tape:
@@ -559,14 +562,13 @@ class Capture:
             record.grad = None
         return _captured(batch, uses, [kept for record in tape for kept in record.kept])
 
-    def require_unwritten(self) -> None:
+    def require_unwritten(self, tensors: list[tuple[str, Tensor]] | None = None) -> None:
         """Raises if a backward pass, or what came after it, changed a parameter or a buffer."""
-        if self._went_back:
-            with torch._C.DisableTorchFunctionSubclass():
-                self._require_unwritten(list(named_tensors(self._module)))
-
-    def _require_unwritten(self, tensors: list[tuple[str, Tensor]]) -> None:
-        changed = self._went_back and [n for n, version in _versions(tensors).items() if self._kept.get(n) != version]
+        if not self._went_back:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            kept, now = self._kept, named_tensors(self._module) if tensors is None else tensors
+            changed = [name for name, tensor in now if kept.get(name) != (id(tensor), tensor._version)]
         if changed:
             raise UnsupportedError(
                 f"'{changed[0]}' was changed between forward() and step(), in backward() or after it (by a custom function, a "
@@ -1141,15 +1143,15 @@ def _versions(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int
     return {name: (id(tensor), tensor._version) for name, tensor in tensors}
 
 
-def named_tensors(module: nn.Module, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """A module's parameters and, unless told otherwise, buffers: torch's own generators take ten times as long."""
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's parameters and buffers: torch's own generators take ten times as long."""
     left, seen = [("", module)], set()
     while left:
         prefix, part = left.pop()
         if part in seen:
             continue
         seen.add(part)
-        for own in (part._parameters, part._buffers) if buffers else (part._parameters,):
+        for own in (part._parameters, part._buffers):
             for name, tensor in own.items():
                 if tensor is not None:
                     yield prefix + name, tensor
