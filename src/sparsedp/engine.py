@@ -255,7 +255,7 @@ class PrivacyEngine:
             parameter.grad = None
         capture.attach()
         try:
-            leaving.watch(module)
+            leaving.watch(module, capture.require_unwritten)
         except BaseException:
             capture.detach()
             raise
@@ -419,7 +419,8 @@ class PrivacyEngine:
                 "This engine has released frequencies already, and the checkpoint holds those of its run: both would have to "
                 "be paid for. Call load_checkpoint before release_frequencies or estimate_errors."
             )
-        with optimizer.owner.replaced():
+        assert self._capture is not None
+        with optimizer.owner.replaced(), self._capture.replacing():
             loaded = leaving.loading(module)
             common = self._lineage.common(state.lineage)
             copy_tensors = checkpoint.restore(state, common, module, optimizer, self.ledger, loader)
@@ -431,7 +432,6 @@ class PrivacyEngine:
                 self._key = RandomKey.from_os()
                 optimizer.noise.key = self._key.child(_NOISE)
                 loader.rekey(self._key.child(_SAMPLING))
-            assert self._capture is not None
             self._capture.draws = self._draws()
             copy_tensors()
             loaded()

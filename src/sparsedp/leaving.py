@@ -26,8 +26,8 @@ _REGISTERED = ("_parameters", "_buffers", "_modules")
 _EMPTY = (dict, OrderedDict, set)
 
 
-def watch(module: nn.Module) -> None:
-    """From now on, `state_dict` and pickling of the module and of its parts refuse what changed."""
+def watch(module: nn.Module, before: Callable[[], None]) -> None:
+    """From now on, `state_dict` and pickling of the module and of its parts refuse what changed. They call `before` first."""
     fresh = []
     for name, part in module.named_modules():
         if not isinstance(vars(part).get("state_dict"), _Watched):  # one that an earlier engine left knows of a change
@@ -37,6 +37,8 @@ def watch(module: nn.Module) -> None:
             one.begin()
         for one in fresh:
             one.is_active = True
+        for one in _watched(module):
+            one.before.append(before)
     except BaseException:
         for one in fresh:
             one.remove()
@@ -86,6 +88,7 @@ class _Watched:
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
+        self.before: list[Callable[[], None]] = []
         self.own = vars(module).get("state_dict")  # somebody may have put another function there
         self.extras: dict[str, str] = {}
         self.attributes: dict[str, str] = {}
@@ -113,6 +116,7 @@ class _Watched:
         return type(self.module).state_dict(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        self._require()
         found = self._call(*args, **kwargs)
         if not self.is_active:
             return found
@@ -130,6 +134,10 @@ class _Watched:
                 "it may tell of private data, without noise. Keep it outside of the module, or set it back to what it was."
             )
         return found
+
+    def _require(self) -> None:
+        for require in self.before:
+            require()
 
     def changed(self) -> bool:
         """Whether anything here, or in the `state_dict` of a part, is not what it was."""
@@ -167,16 +175,18 @@ class _Watched:
             del own["__reduce_ex__"]
 
     def __deepcopy__(self, memo: dict) -> _Watched:
-        """A copy of the module is watched, too."""
+        """A copy of the module is watched, too; what training does to the module does nothing to the copy."""
+        self._require()
         other = _Watched.__new__(_Watched)
         memo[id(self)] = other
         other.module, other.name = copy.deepcopy(self.module, memo), self.name
-        other.own = copy.deepcopy(self.own, memo)
+        other.before, other.own = [], copy.deepcopy(self.own, memo)
         other.extras, other.attributes = dict(self.extras), dict(self.attributes)
         other.switches, other.is_active, other.is_copy = dict(self.switches), self.is_active, True
         return other
 
     def refuse_changed(self) -> None:
+        self._require()
         if changed := self.changed_attributes():
             raise UnsupportedError(
                 f"Attribute '{changed[0]}' of {self._title()} has changed since make_private: it may hold private data, and "

@@ -184,9 +184,11 @@ class PrivateOptimizer(Optimizer):
         if closure is not None:
             raise UnsupportedError("A closure would evaluate the loss several times in one step. Call step() without.")
         batch = self._next_batch()
-        self._refuse_ordinary_gradients()
+        with unguarded():
+            tensors = list(named_tensors(self._module))
+        self._refuse_ordinary_gradients(tensors)
         with self.stage("collect"):
-            captured = self._capture.collect()
+            captured = self._capture.collect(tensors)
         if captured is None:
             if batch.units > 0:
                 raise SparseDPError("step() was called without a backward() on the current batch before it.")
@@ -241,9 +243,9 @@ class PrivateOptimizer(Optimizer):
             )
         return batch
 
-    def _refuse_ordinary_gradients(self) -> None:
+    def _refuse_ordinary_gradients(self, tensors: list[tuple[str, Tensor]]) -> None:
         with unguarded():
-            ordinary = [name for name, p in named_tensors(self._module, buffers=False) if p.grad is not None]
+            ordinary = [name for name, t in tensors if t.is_leaf and t.grad is not None and isinstance(t, nn.Parameter)]
         if ordinary:
             self._module.zero_grad()
             raise SparseDPError(

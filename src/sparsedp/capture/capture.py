@@ -13,8 +13,9 @@ import functools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -122,7 +123,27 @@ class Record:
     kept: list[Kept]  # what `finish` makes uses of
     use: tuple[str, list[Expression]]  # the operation, and what it uses of parameters
     grad: Tensor | None = None
+    version: int = 0  # of `grad` as it arrived
     arrived: bool = False  # a backward pass came by, maybe with no gradient at all
+
+    def final_grad(self) -> Tensor:
+        assert self.grad is not None
+        if self.grad._version != self.version:
+            operation, expressions = self.use
+            raise UnsupportedError(
+                f"The gradient of operation '{operation}' on parameter {', '.join(e.names for e in expressions)} was modified in "
+                "place after it had arrived, by a hook or in the backward() of a custom function outside of forward(). Other "
+                "operations may have the same gradient: change a copy, grad.clone(). Nothing was written."
+            )
+        return self.grad
+
+
+class Surroundings(NamedTuple):
+    """Of an operation in a forward pass, for what belongs to it in the backward pass."""
+
+    batch: HasUnits
+    storages: dict[int, list[tuple[str, Tensor]]]  # the module's parameters and buffers by their memory
+    stack: list[str]  # the names of the modules that run
 
 
 class _TensorInfo:
@@ -282,6 +303,7 @@ class Capture:
         # Later, another tensor may stand in for one.
         self._kept: dict[str, tuple[int, int]] = {}
         self._storages: dict[int, list[tuple[str, Tensor]]] = {}
+        self._went_back = False  # whether a backward pass ran since then that nobody collected
         # Numbers that a forward pass changes without looking at the batch, before it did, and by how much the first one did.
         self._before: dict[str, Tensor] = {}
         self._increments: dict[str, Tensor] = {}
@@ -291,7 +313,8 @@ class Capture:
             int, tuple[StorageWeakRef, HasUnits]
         ] = {}  # in earlier ones, as long as it lives; of which batch
         self._taken_out = ""  # the operation that made a Python number or an array of units in this pass
-        self._functions, self._scripted = Functions(self, generator), ScriptedFunctions(self)
+        self._functions = Functions(self, generator)
+        self._scripted = ScriptedFunctions(self, self._functions.halves)
         # What was made or changed with gradients off, since they were last on, and what it came from then.
         self._hidden: list[tuple[weakref.ref[Tensor], Any]] = []
         self._weak = weakref.ref(self)
@@ -453,7 +476,9 @@ class Capture:
         self._held = {memory: held for memory, held in self._held.items() if not held[0].expired()}
         with torch._C.DisableTorchFunctionSubclass():
             tensors = list(named_tensors(self._module))
+            self.require_unwritten(tensors)
             self._kept, self._storages, self._keeping = _versions(tensors), {}, []
+            self._went_back = False
             self._before, self._written = {}, {}
             for name, tensor in tensors:
                 if tensor.layout != torch.strided:
@@ -548,9 +573,13 @@ class Capture:
 
     # ------------------------------------------------------------------ after backward
 
-    def collect(self) -> Captured | None:
-        """The uses of the backward passes since the last call; None if there were none."""
-        tape, self._tape = self._tape, []
+    def collect(self, tensors: list[tuple[str, Tensor]] | None = None) -> Captured | None:
+        """The uses of the backward passes since the last call; None if there were none.
+
+        `tensors` are the module's `named_tensors`, where the caller has them already.
+        """
+        self.require_unwritten(tensors)
+        tape, self._tape, self._went_back, self._written = self._tape, [], False, {}
         self._require_gradients()
         if not tape:
             return None
@@ -558,11 +587,35 @@ class Capture:
         self._require_current(batch)  # again: the loader may have gone on since backward
         uses: dict[str, list[Use]] = {}
         for record in tape:
-            assert record.grad is not None
-            for name, use in record.finish(record.grad):
+            for name, use in record.finish(record.final_grad()):
                 uses.setdefault(name, []).append(use)
             record.grad = None
         return _captured(batch, uses, [kept for record in tape for kept in record.kept])
+
+    def require_unwritten(self, tensors: list[tuple[str, Tensor]] | None = None) -> None:
+        """Raises if a backward pass, or what came after it, changed a parameter or a buffer."""
+        if not self._went_back:
+            return
+        with torch._C.DisableTorchFunctionSubclass():
+            kept, now = self._kept, named_tensors(self._module) if tensors is None else tensors
+            changed = [name for name, tensor in now if kept.get(name) != (id(tensor), tensor._version)]
+        if changed:
+            raise UnsupportedError(
+                f"'{changed[0]}' was changed between forward() and step(), in backward() or after it (by a custom function, a "
+                "hook, or the loop?). What a buffer or a parameter keeps of gradients reaches the state_dict without noise, so "
+                "it must not leave: begin anew, or load a checkpoint. Keep such state outside of the module. What does not "
+                "depend on the batch may be changed after step()."
+            )
+
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """While a checkpoint brings other parameters and buffers: what was changed before is gone, unless that fails."""
+        went_back, self._went_back = self._went_back, False
+        try:
+            yield
+        except BaseException:
+            self._went_back = went_back
+            raise
 
     @property
     def has_collected(self) -> bool:
@@ -629,13 +682,14 @@ class Capture:
             self._tape.append(record)
         else:
             record.grad = record.grad + grad.detach()
+        record.version = record.grad._version
 
     def _note_pass(self) -> None:
         """At the first gradient of a backward pass: which of the uses it will come by, whether or not they hear of it."""
         task = torch._C._current_graph_task_id()
         if task == self._task:
             return
-        self._task = task
+        self._task, self._went_back = task, True
         self._expected += [record for _, node, record in self._awaited if torch._C._will_engine_execute_node(node)]
 
     def _require_gradients(self) -> None:
@@ -718,6 +772,10 @@ class Capture:
             return Expression(tensor, known.parameters, known.ids)
         return None
 
+    def info(self, tensor: Tensor) -> Any:
+        """What is known of a tensor; None for a constant, and for one that capture did not see."""
+        return self._info.get(tensor)
+
     def known_axis(self, tensor: Tensor) -> UnitAxis | None:
         known = self._info.get(tensor)
         fits = isinstance(known, UnitData) and known.axis is not None and known.axis.fits(tensor.shape, self.units)
@@ -762,6 +820,40 @@ class Capture:
     def resumed(self) -> TorchFunctionMode:
         """The mode, for a rule that is itself written with captured operations."""
         return self._mode
+
+    def surroundings(self) -> Surroundings:
+        return Surroundings(self._batch, self._storages, list(self._stack))
+
+    @contextmanager
+    def going_back(self, surroundings: Surroundings) -> Iterator[None]:
+        """Follows code that runs in a backward pass, as if it ran where the function that it belongs to was applied."""
+        before = self._batch, self._storages, self._stack
+        self._batch, self._storages, self._stack = surroundings.batch, surroundings.storages, list(surroundings.stack)
+        self._went_back = True
+        self._functions.begin()
+        self._scripted.begin()
+        try:
+            with self._mode:
+                yield
+        finally:
+            self._functions.end()
+            self._scripted.end()
+            self._batch, self._storages, self._stack = before
+
+    def targets(self, func: Callable, args: tuple, kwargs: dict) -> list[Tensor]:
+        """The tensors that an operation would write to."""
+        name = _name(func)
+        written, many = _written(name, args, kwargs), name.startswith("_foreach_") and name.endswith("_")
+        return [*([] if written is None else [written]), *_all_tensors(kwargs.get("out")), *(args[0] if many else ())]
+
+    def memory(self, tensor: Tensor) -> int:
+        return _memory(tensor)
+
+    def private_memory(self, tensor: Tensor) -> str | None:
+        """The private parameter whose memory a tensor has, if any."""
+        if not tensor.numel():
+            return None
+        return next((name for name, own in self._storages.get(_memory(tensor), ()) if id(own) in self._own), None)
 
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """One torch operation of the forward pass."""
@@ -1110,7 +1202,7 @@ class Capture:
         where = next((name for name in reversed(self._stack) if name), "")
         return f" in module '{where}'" if where else ""
 
-    where = _where  # for what is written with this class
+    where, whose_memory = _where, _whose_memory  # for what is written with this class
 
 
 def _memory(tensor: Tensor) -> int:
@@ -1138,15 +1230,15 @@ def _versions(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int
     return {name: (id(tensor), tensor._version) for name, tensor in tensors}
 
 
-def named_tensors(module: nn.Module, buffers: bool = True) -> Iterator[tuple[str, Tensor]]:
-    """A module's parameters and, unless told otherwise, buffers: torch's own generators take ten times as long."""
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """A module's parameters and buffers: torch's own generators take ten times as long."""
     left, seen = [("", module)], set()
     while left:
         prefix, part = left.pop()
         if part in seen:
             continue
         seen.add(part)
-        for own in (part._parameters, part._buffers) if buffers else (part._parameters,):
+        for own in (part._parameters, part._buffers):
             for name, tensor in own.items():
                 if tensor is not None:
                     yield prefix + name, tensor

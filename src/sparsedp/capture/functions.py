@@ -1,32 +1,39 @@
-"""Custom `torch.autograd.Function`s in forward. What they do on the way back is their own code, which capture cannot follow.
+"""Custom `torch.autograd.Function`s in forward. What they do on the way back is their own code.
 
-So they are tried: one unit stays as it is, all others are exchanged, their inputs and the gradients of their outputs alike. If
-that changes the output or the input gradient of the one, the function mixes units and is refused.
+It is followed as forward is: gradients of outputs have their units where the outputs have them, and what comes of them must have
+them where the inputs have them. It may not take values out of tensors, nor write to parameters and buffers.
+
+Code that torch does not show cannot be followed. So functions are tried as well: a half of the units stays as it is, the others
+are exchanged, their inputs and the gradients of their outputs alike. If that changes the output or the input gradient of one
+that stays, the function mixes units and is refused. They are tried in forward with random gradients, and in backward with the
+ones that arrive.
 """
 
 from __future__ import annotations
 
 import threading
+import types
+import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import _SingleLevelFunction
+from torch.overrides import TorchFunctionMode
 
-from sparsedp.capture.tracking import UnitAxis
+from sparsedp.capture.tracking import Mixed, UnitAxis, UnitData
 from sparsedp.errors import UnitsMixedError, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.noise import RandomKey
 
 if TYPE_CHECKING:
-    from sparsedp.capture.capture import Capture
+    from sparsedp.capture.capture import Capture, Surroundings
 
 # `Function.apply` ends in this one, also where a model keeps `apply` under a name of its own.
 APPLY = torch._C._FunctionBase.__dict__["apply"]
 _AGAIN = 1 / 32  # the share of later uses that are tried
-_TRIED_UNITS = 2
 
 
 class Functions:
@@ -36,55 +43,91 @@ class Functions:
     """
 
     def __init__(self, capture: Capture, generator: CipherGenerator | None) -> None:
-        self._capture, self._always = capture, generator is None
+        self.capture, self._always = capture, generator is None
         self._generator = RandomKey.from_os().generator() if generator is None else generator
         self._seen: set[tuple[type, str]] = set()
-        self._outer: Any = None
-        self.is_running = False  # whether a function is in its forward()
+        self._outer: list[Any] = []  # of private modules which call one another
+        self._followed: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
+        self.is_running = False  # whether a function is in its forward() or backward()
+        self.starting: _Use | None = None  # whose context is about to be made
 
     def begin(self) -> None:
         thread = threading.get_ident()
 
         def apply(function: type, *args: Any, **kwargs: Any) -> Any:
-            def run(*values: Any) -> Any:
-                return APPLY.__get__(None, function)(*values, **kwargs)
+            def run(*values: Any, form: type = function) -> Any:
+                return APPLY.__get__(None, form)(*values, **kwargs)
 
-            if threading.get_ident() == thread and torch.is_grad_enabled() and self._capture.is_watching():
+            if threading.get_ident() == thread and torch.is_grad_enabled() and self.capture.is_watching():
                 return self._apply(function, run, args)
             return run(*args)
 
-        self._outer = _SingleLevelFunction.__dict__.get("apply")
+        self._outer.append(_SingleLevelFunction.__dict__.get("apply"))
         _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
 
     def end(self) -> None:
-        if self._outer is None:
+        outer = self._outer.pop()
+        if outer is None:
             del _SingleLevelFunction.apply  # type: ignore[attr-defined]
-        else:  # that of a private module which called this one
-            _SingleLevelFunction.apply = self._outer  # type: ignore[attr-defined]
+        else:
+            _SingleLevelFunction.apply = outer  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------------ forward
 
     def _apply(self, function: type, run: Callable, args: tuple) -> Any:
         inputs = list(tensors_in(args))
         with torch._C.DisableTorchFunction():
             axes = self._input_axes(function, inputs)
-            is_due = axes is not None and self._is_due(function)
+            is_first = axes is not None and self._is_first(function)
+            is_due = axes is not None and self._is_due(is_first)
             copies = [copied(tensor, tensor.requires_grad) for tensor in inputs] if is_due else None
+        use = _Use(weakref.ref(self), function, self.capture.surroundings(), self._axes_of(args))
         outer, self.is_running = self.is_running, True
+        self.starting = use
         try:
-            out = run(*args)
+            out = run(*args, form=self._followed_form(function))
         finally:
-            self.is_running = outer
-        if axes is not None:
-            with torch._C.DisableTorchFunction():
-                outputs = list(tensors_in(out))
+            self.is_running, self.starting = outer, None
+        with torch._C.DisableTorchFunction():
+            outputs = list(tensors_in(out))
+            if axes is not None:
                 self._follow(function, inputs, axes, outputs)
-            if copies is not None:
-                with torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
-                    self._try(function, _Trial(run, args, copies), axes, outputs)
+            use.outputs = [_Output.of(value, self.capture) for value in (out if isinstance(out, tuple) else (out,))]
+        if axes is not None and copies is not None:
+            output_axes = [self.capture.known_axis(tensor) for tensor in outputs]
+            given = with_tensors(args, iter(copies))
+            trial = _Trial(run, given, copies, axes, output_axes, self.capture.units, is_first)
+            with torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
+                self._try(function, trial, outputs)
+            use.trial = trial
         return out
+
+    def _followed_form(self, function: Any) -> type:
+        """The function with a context that tells when it goes back. torch calls `apply` of the context then."""
+        known = self._followed.get(function)
+        form = None if known is None else known()
+        if form is None:
+            functions = weakref.ref(self)  # nodes of the graph refer to it, and capture refers to them
+
+            def start(context: Any) -> None:
+                current = functions()
+                if current is not None:
+                    context._use_in_forward, current.starting = current.starting, None
+
+            made: Any = types.new_class(function.__name__, (function,))
+            context = function._backward_cls
+            made._backward_cls = type(context.__name__, (_Context, context), {"__init__": start})
+            form = made
+            self._followed[function] = weakref.ref(made)
+        return form
+
+    def _axes_of(self, args: tuple) -> list[UnitAxis | None]:
+        """Of the arguments that may get a gradient: tensors in lists do not."""
+        return [self.capture.known_axis(value) if isinstance(value, Tensor) else None for value in args]
 
     def _input_axes(self, function: type, inputs: list[Tensor]) -> list[UnitAxis | None] | None:
         """Where the units are in each input, None in constants; None where no gradient of a unit passes."""
-        capture = self._capture
+        capture = self.capture
         capture.require_history()
         if function.__module__ == "torch.utils.checkpoint":
             raise UnsupportedError(
@@ -94,73 +137,283 @@ class Functions:
         for parameter in map(capture.expression, inputs):
             if parameter is not None:
                 reason = f"it takes private parameter {parameter.names}, at which it would leave an ordinary gradient"
-                raise self._refuse(function, reason)
-        if not any(tensor.requires_grad for tensor in inputs) or not any(map(capture.is_data, inputs)):
+                raise self.refuse(function, reason)
+        if not any(tensor.requires_grad for tensor in inputs):
+            return None
+        for owner in map(capture.private_memory, inputs):
+            if owner is not None:
+                reason = f"it takes a tensor with the memory of private parameter '{owner}', which its backward() could change"
+                raise self.refuse(function, reason)
+        if not any(map(capture.is_data, inputs)):
             return None
         axes = [capture.known_axis(tensor) for tensor in inputs]
         if any(axis is None and capture.is_data(tensor) for tensor, axis in zip(inputs, axes)):
-            raise self._refuse(function, "where the units are in its inputs is not known")
+            raise self.refuse(function, "where the units are in its inputs is not known")
         return axes
 
     def _follow(self, function: type, inputs: list[Tensor], axes: list[UnitAxis | None], outputs: list[Tensor]) -> None:
         """Capture followed what forward() did, one operation after another. It knows where the units are, or they mix."""
-        capture = self._capture
+        capture = self.capture
         capture.forget_history()
         for tensor in outputs:
             if not capture.is_data(tensor):  # an input that is given back as it is becomes another tensor
                 same = [axis for given, axis in zip(inputs, axes) if axis is not None and _is_same(tensor, given)]
                 capture.place(tensor, same[0] if same else None)
             if tensor.requires_grad and capture.known_axis(tensor) is None:
-                raise self._refuse(function, "its forward() does not keep units apart in a way that can be followed")
+                raise self.refuse(function, "its forward() does not keep units apart in a way that can be followed")
 
-    def _is_due(self, function: type) -> bool:
-        if self._capture.units < 2:
-            return False  # there is nobody to exchange
-        use = (function, self._capture.where())
-        if use not in self._seen:
+    def _is_first(self, function: type) -> bool:
+        use = (function, self.capture.where())
+        is_first = use not in self._seen and self.capture.units > 1
+        if is_first:
             self._seen.add(use)
-            return True
-        return self._always or float(self._generator.random(1)[0]) < _AGAIN
+        return is_first
 
-    def _try(self, function: type, trial: _Trial, input_axes: list[UnitAxis | None], outputs: list[Tensor]) -> None:
-        """Raises if one unit's output or input gradient changes with the other units'."""
-        units, output_axes = self._capture.units, [self._capture.known_axis(tensor) for tensor in outputs]
+    def _is_due(self, is_first: bool) -> bool:
+        if self.capture.units < 2:
+            return False  # there is nobody to exchange
+        return is_first or self._always or float(self._generator.random(1)[0]) < _AGAIN
+
+    # ------------------------------------------------------------------ backward
+
+    def go_back(self, use: _Use, backward: Callable, grads: tuple) -> Any:
+        """What `backward` makes of copies of the gradients: others may need them as they are."""
+        capture = self.capture
+        with torch._C.DisableTorchFunction():
+            given = [None if grad is None else grad.clone() for grad in grads]
+            for grad, output in zip(given, use.outputs):
+                if grad is not None:
+                    capture.place(grad, output.axis)
+        outer, self.is_running = self.is_running, True
+        try:
+            with capture.going_back(use.surroundings):
+                with _Backward(self, use.function, given):
+                    out = backward(*given)
+                results = list(out) if isinstance(out, tuple) else [out]
+                with torch._C.DisableTorchFunction():
+                    self._judge(use, results)
+                trial, use.trial = use.trial, None
+                if trial is not None:
+                    arrived = [grad for grad, output in zip(grads, use.outputs) if output.place is not None]
+                    with torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
+                        self._try_real(use.function, trial, arrived, results)
+        finally:
+            self.is_running = outer
+            capture.forget_history()
+        return out
+
+    def _judge(self, use: _Use, results: list[Any]) -> None:
+        """The gradients of inputs have their units where the inputs have them."""
+        if self.capture.units < 2:
+            return
+        for axis, grad in zip(use.input_axes, results):
+            if axis is None or not isinstance(grad, Tensor):
+                continue
+            found, info = self.capture.known_axis(grad), self.capture.info(grad)
+            if info is None and not grad.any():
+                continue  # zeros that were made without looking at the batch
+            if isinstance(info, Mixed) or (found is not None and found != axis):
+                raise self._mixes(use.function, "backward")
+            if found is None:
+                raise self.refuse(
+                    use.function, "its backward() does not keep units apart in a way that can be followed"
+                )
+
+    def recognize(self, use: _Use, tensors: tuple) -> None:
+        """Tells where the units are in outputs that come back as other tensors."""
+        with torch._C.DisableTorchFunction():
+            for tensor in tensors:
+                if tensor is not None and self.capture.info(tensor) is None:
+                    same = [output for output in use.outputs if output.place == _place(tensor)]
+                    if same:
+                        self.capture.place(tensor, same[0].axis)
+
+    # ------------------------------------------------------------------ trials
+
+    def halves(self, units: int, parting: bool = False) -> list[Tensor]:
+        """Random halves of the units, and what each leaves, (units,) of bool: one, or so many that they part every pair."""
+        labels = torch.from_numpy(self._generator.permutation(units))
+        bits = (units - 1).bit_length() if parting else 1
+        halves = [(labels >> bit) & 1 == 1 for bit in range(bits)]
+        return [kept for half in halves for kept in (half, ~half)]
+
+    def _try(self, function: type, trial: _Trial, outputs: list[Tensor]) -> None:
+        """Raises if some units' outputs or input gradients change with the others'."""
         grads = [self._normal(tensor) if tensor.requires_grad else None for tensor in outputs]
         first, second = trial.run(trial.inputs, grads), trial.run(trial.inputs, grads)
-        if not _all_equal(first.outputs + first.grads, second.outputs + second.grads):
-            raise self._refuse(function, "the same inputs gave something else the second time (is it random?)")
-        for kept in (self._generator.random(_TRIED_UNITS) * units).astype(int).tolist():
+        if not all(map(unchanged, first.outputs + first.grads, second.outputs + second.grads)):
+            raise self._changes(function)
+        others = [None if grad is None else self._normal(grad) for grad in grads]
+        self._exchange(function, trial, first, grads, others)
 
-            def part(
-                tensors: list[Tensor | None], axes: list[UnitAxis | None], kept: int = kept
-            ) -> list[Tensor | None]:
-                return [_only_unit(tensor, axis, units, kept) for tensor, axis in zip(tensors, axes)]
+    def _try_real(self, function: type, trial: _Trial, grads: list[Tensor | None], results: list[Any]) -> None:
+        """The same with the gradients that arrived, of which `results` were made."""
+        first = trial.run(trial.inputs, grads)
+        again = iter(first.grads)
+        for value, made in zip(trial.args, results):
+            for tensor, grad in zip(tensors_in(value), again):
+                if tensor is not value or grad is None or not isinstance(made, Tensor) or grad.shape != made.shape:
+                    continue  # torch drops it, or adds some of it up
+                if not unchanged(made.to(grad.dtype), grad):
+                    raise self._changes(function)
+        self._exchange(function, trial, first, grads, grads)
 
-            inputs = [like_unit(tensor, axis, units, kept) for tensor, axis in zip(trial.inputs, input_axes)]
+    def _exchange(
+        self,
+        function: type,
+        trial: _Trial,
+        first: _Outcome,
+        grads: list[Tensor | None],
+        others: list[Tensor | None],
+    ) -> None:
+        """Exchanged units get the inputs of one that stays, and three times its part of `others` as gradients."""
+        units = trial.units
+        for kept in self.halves(units, parting=trial.is_first):
+            staying = kept.nonzero().squeeze(1)
+            chosen = staying[int(self._generator.integers(len(staying), 1)[0])]
+            source = torch.where(kept, torch.arange(units), chosen)
+            inputs = [exchanged(value, axis, source) for value, axis in zip(trial.inputs, trial.input_axes)]
             other_grads = [
-                None if grad is None or axis is None else _but_unit(grad, 3 * self._normal(grad), axis, units, kept)
-                for grad, axis in zip(grads, output_axes)
+                None
+                if grad is None or other is None or axis is None
+                else _joined(grad, 3 * exchanged(other, axis, source), axis, kept)
+                for grad, other, axis in zip(grads, others, trial.output_axes)
             ]
             other = trial.run(inputs, other_grads)
-            if not _all_equal(part(first.outputs, output_axes), part(other.outputs, output_axes)):
-                raise self._mixes(function, "forward")
-            if not _all_equal(part(first.grads, input_axes), part(other.grads, input_axes)):
-                raise self._mixes(function, "backward")
+            for part, axes in (("outputs", trial.output_axes), ("grads", trial.input_axes)):
+                for was, now, axis in zip(getattr(first, part), getattr(other, part), axes):
+                    if axis is not None and not unchanged_units(was, now, axis, kept):
+                        raise self._mixes(function, "forward" if part == "outputs" else "backward")
 
     def _normal(self, like: Tensor) -> Tensor:
         return torch.from_numpy(self._generator.standard_normal(tuple(like.shape))).to(like)
 
+    def _changes(self, function: type) -> UnsupportedError:
+        return self.refuse(function, "the same inputs gave something else the second time (is it random?)")
+
     def _mixes(self, function: type, where: str) -> UnitsMixedError:
         return UnitsMixedError(
-            f"torch.autograd.Function '{function.__name__}'{self._capture.where()} mixes units in its {where}(): what it gives "
+            f"torch.autograd.Function '{function.__name__}'{self.capture.where()} mixes units in its {where}(): what it gives "
             "to one unit changes with the others. Let it treat each unit by itself."
         )
 
-    def _refuse(self, function: type, reason: str) -> UnsupportedError:
+    def refuse(self, function: type, reason: str) -> UnsupportedError:
         return UnsupportedError(
-            f"torch.autograd.Function '{function.__name__}'{self._capture.where()}: {reason}. Write it with torch operations, or "
+            f"torch.autograd.Function '{function.__name__}'{self.capture.where()}: {reason}. Write it with torch operations, or "
             "let it take activations alone, with the batch on an axis of its own, and treat each unit by itself."
         )
+
+
+class _Output(NamedTuple):
+    """What is to be known of an output where no output may be kept: a context that refers to it is never freed."""
+
+    axis: UnitAxis | None
+    place: tuple | None
+
+    @staticmethod
+    def of(value: Any, capture: Capture) -> _Output:
+        if not isinstance(value, Tensor):
+            return _Output(None, None)
+        return _Output(capture.known_axis(value), _place(value))
+
+
+@dataclass(eq=False)
+class _Use:
+    """One use of a function in a forward pass, for when it goes back."""
+
+    functions: weakref.ref[Functions]
+    function: type
+    surroundings: Surroundings
+    input_axes: list[UnitAxis | None]  # of each argument
+    outputs: list[_Output] = field(default_factory=list)
+    trial: _Trial | None = None  # which is due once more, with the gradients that arrive
+
+
+class _Context:
+    """Comes before the context class of a function. It is the node of the graph, whose `apply` torch calls in backward."""
+
+    _use_in_forward: _Use | None = None
+
+    def apply(self, *grads: Any) -> Any:
+        use = self._use_in_forward
+        functions = None if use is None else use.functions()
+        if use is None or functions is None:
+            return super().apply(*grads)  # type: ignore[misc]
+        return functions.go_back(use, super().apply, grads)  # type: ignore[misc]
+
+    @property
+    def saved_tensors(self) -> tuple:
+        """Inputs come as they were. Outputs come as other tensors with the same memory, each time anew."""
+        tensors, use = super().saved_tensors, self._use_in_forward  # type: ignore[misc]
+        functions = None if use is None else use.functions()
+        if use is not None and functions is not None:
+            functions.recognize(use, tensors)
+        return tensors
+
+
+class _Backward(TorchFunctionMode):
+    """Refuses what capture would not see, or only after it is done, in the backward() of a function."""
+
+    def __init__(self, functions: Functions, function: type, grads: list[Tensor | None]) -> None:
+        super().__init__()
+        self._functions, self._function, self._capture = functions, function, functions.capture
+        # The memory of what it was given, or has made.
+        self._made = {self._capture.memory(grad) for grad in grads if grad is not None}
+
+    def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        given = list(tensors_in((args, kwargs)))
+        self._before(func, args, kwargs, given)
+        out = func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            self._after(getattr(func, "__name__", ""), given, out)
+            if func is torch.autograd.grad:
+                self._place_gradients(out, *args, **kwargs)
+        return out
+
+    def _before(self, func: Callable, args: tuple, kwargs: dict, given: list[Tensor]) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            raise self._refuse("uses torch.vmap or another transform of torch.func, which hides what it does")
+        with torch._C.DisableTorchFunction():
+            for tensor in self._capture.targets(func, args, kwargs):
+                if self._capture.memory(tensor) not in self._made:
+                    owner = self._capture.whose_memory(tensor)
+                    what = "a tensor that it did not make" if owner is None else f"'{owner}'"
+                    raise self._refuse(f"writes to {what}, where gradients would stay without noise")
+            if torch.is_grad_enabled():
+                for expression in map(self._capture.expression, given):
+                    if expression is not None:
+                        raise self._refuse(
+                            f"differentiates a use of private parameter {expression.names}, unseen by capture"
+                        )
+
+    def _after(self, name: str, given: list[Tensor], out: Any) -> None:
+        """Of the values of a batch, tensors may be made, which are followed, but no numbers."""
+        if _are_tensors(out):
+            before = {self._capture.memory(tensor) for tensor in given}
+            self._made |= {self._capture.memory(tensor) for tensor in tensors_in(out)} - before
+            return
+        hidden = [tensor for tensor in given if self._capture.is_data(tensor)]
+        if name in _ABOUT_SHAPES:  # which data decide where a mask picked from them
+            is_number = isinstance(out, (int, tuple))
+            hidden = [tensor for tensor in hidden if is_number and self._capture.info(tensor) == UnitData(None)]
+        if hidden:
+            name = name.strip("_") if name != "__get__" else "shape"
+            raise self._refuse(f"takes values out of a tensor by '{name}', where they cannot be followed")
+
+    def _place_gradients(
+        self, found: tuple, outputs: Any, inputs: Any, grad_outputs: Any = None, *_: Any, **options: Any
+    ) -> None:
+        """What was followed keeps units apart on its own way back, too."""
+        capture = self._capture
+        axes = [capture.known_axis(tensor) for tensor in tensors_in(outputs)]
+        if None not in axes and axes == [capture.known_axis(tensor) for tensor in tensors_in(grad_outputs)]:
+            for grad, tensor in zip(found, tensors_in(inputs)):
+                if grad is not None:
+                    capture.place(grad, capture.known_axis(tensor))
+
+    def _refuse(self, reason: str) -> UnsupportedError:
+        return self._functions.refuse(self._function, f"its backward() {reason}")
 
 
 class _Outcome(NamedTuple):
@@ -170,11 +423,15 @@ class _Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class _Trial:
-    """A function that runs again. `inputs` are copies of the tensors in `args`, as they were before it ran first."""
+    """A function that runs again. `inputs` are copies of its tensors, as they were before it ran first."""
 
     function: Callable
-    args: tuple
+    args: tuple  # with `inputs` in their places
     inputs: list[Tensor]
+    input_axes: list[UnitAxis | None]
+    output_axes: list[UnitAxis | None]
+    units: int
+    is_first: bool  # at this place in the module
 
     def run(self, inputs: list[Tensor], grads: list[Tensor | None]) -> _Outcome:
         """The outputs for these inputs, and the inputs' gradients for `grads` of the outputs."""
@@ -183,11 +440,26 @@ class _Trial:
         with torch.enable_grad():
             passed = iter([leaf.clone() for leaf in leaves])  # it may change them in place, which leaves do not allow
             outputs = list(tensors_in(self.function(*with_tensors(self.args, passed))))
-        made = [(out, grad) for out, grad in zip(outputs, grads) if out.requires_grad and grad is not None]
+        made = [(out, grad.clone()) for out, grad in zip(outputs, grads) if out.requires_grad and grad is not None]
         ends, weights = [out for out, _ in made], [grad for _, grad in made]
         found = iter(torch.autograd.grad(ends, wanted, weights, allow_unused=True) if made else [None] * len(wanted))
         back = [next(found) if leaf.requires_grad else None for leaf in leaves]
         return _Outcome([out.detach() for out in outputs], back)
+
+
+# Operations that tell something of a tensor, but nothing of its values.
+_ABOUT_SHAPES = {
+    "__get__", "__len__", "__hash__", "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset",
+    "element_size", "get_device", "data_ptr", "type", "sparse_dim", "dense_dim", "result_type", "promote_types", "can_cast",
+    "is_tensor", "is_storage", "is_contiguous", "is_floating_point", "is_complex", "is_signed", "is_conj", "is_neg",
+    "is_inference", "is_same_size", "is_shared", "is_pinned", "is_set_to", "is_coalesced", "_is_view", "has_names",
+}  # fmt: skip
+
+
+def _are_tensors(out: Any) -> bool:
+    if isinstance(out, (tuple, list)):
+        return len(out) > 0 and all(map(_are_tensors, out))
+    return out is None or isinstance(out, Tensor)
 
 
 def copied(tensor: Tensor, requires_grad: bool = False) -> Tensor:
@@ -215,39 +487,56 @@ def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     return value
 
 
+def _place(tensor: Tensor) -> tuple:
+    """The same for tensors that are the same elements of the same memory."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+
+
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Whether both are the same elements of the same memory."""
-    return tensor.data_ptr() == other.data_ptr() and tensor.shape == other.shape and tensor.stride() == other.stride()
+    return _place(tensor) == _place(other)
 
 
 def _unit_of(tensor: Tensor, axis: UnitAxis, units: int) -> Tensor:
     """The unit of each index along the dimension that has the units."""
-    return torch.arange(tensor.shape[axis.dim], device=tensor.device) // axis.inner % units
+    return torch.arange(tensor.shape[axis.dim]) // axis.inner % units
 
 
-def _only_unit(tensor: Tensor | None, axis: UnitAxis | None, units: int, kept: int) -> Tensor | None:
-    """The part of one unit; None for what has no units."""
-    if tensor is None or axis is None:
-        return None
-    return tensor.index_select(axis.dim, (_unit_of(tensor, axis, units) == kept).nonzero().squeeze(1))
-
-
-def like_unit(tensor: Tensor, axis: UnitAxis | None, units: int, kept: int) -> Tensor:
-    """The tensor with the values of one unit for all: values that the function surely takes."""
+def exchanged(tensor: Tensor, axis: UnitAxis | None, source: Tensor) -> Tensor:
+    """The tensor with the values of unit source[u] for unit u: values that the function surely takes."""
     if axis is None:
         return tensor
-    index = torch.arange(tensor.shape[axis.dim], device=tensor.device)
-    return tensor.index_select(axis.dim, index + (kept - _unit_of(tensor, axis, units)) * axis.inner)
+    unit = _unit_of(tensor, axis, len(source))
+    index = torch.arange(tensor.shape[axis.dim]) + (source[unit] - unit) * axis.inner
+    return tensor.index_select(axis.dim, index.to(tensor.device))
 
 
-def _but_unit(tensor: Tensor, others: Tensor, axis: UnitAxis, units: int, kept: int) -> Tensor:
-    """One unit's part of `tensor`, and all others' of `others`."""
-    is_kept = _unit_of(tensor, axis, units) == kept
+def _joined(tensor: Tensor, others: Tensor, axis: UnitAxis, kept: Tensor) -> Tensor:
+    """The kept units' parts of `tensor`, and all others' of `others`."""
+    is_kept = kept[_unit_of(tensor, axis, len(kept))].to(tensor.device)
     return torch.where(is_kept.view(-1, *(1,) * (tensor.ndim - 1 - axis.dim)), tensor, others)
 
 
-def _all_equal(tensors: list[Tensor | None], others: list[Tensor | None]) -> bool:
-    return len(tensors) == len(others) and all(map(unchanged, tensors, others))
+def _by_unit(tensor: Tensor, axis: UnitAxis, units: int) -> Tensor:
+    """(units, elements of a unit)"""
+    return tensor.unflatten(axis.dim, (-1, units, axis.inner)).movedim(axis.dim + 1, 0).flatten(1)
+
+
+def unchanged_units(tensor: Tensor | None, other: Tensor | None, axis: UnitAxis, kept: Tensor) -> bool:
+    """Whether the kept units' parts of two results are the same, each but for its own last digits."""
+    if tensor is None or other is None:
+        return tensor is other
+    units = len(kept)
+    if tensor.shape != other.shape or tensor.dtype != other.dtype or not axis.fits(tensor.shape, units):
+        return False
+    if not tensor.numel():
+        return True
+    rows = kept.to(tensor.device)
+    mine, theirs = _by_unit(tensor, axis, units)[rows], _by_unit(other, axis, units)[rows]
+    if not tensor.is_floating_point():
+        return torch.equal(mine, theirs)
+    tolerance = 16 * torch.finfo(tensor.dtype).eps * mine.nan_to_num(0, 0, 0).abs().amax(1, keepdim=True)
+    is_same = (mine == theirs) | ((mine - theirs).abs() <= tolerance) | (mine.isnan() & theirs.isnan())
+    return bool(is_same.all())
 
 
 def unchanged(tensor: Tensor | None, other: Tensor | None) -> bool:

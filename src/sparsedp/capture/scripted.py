@@ -1,7 +1,8 @@
 """Functions that `torch.jit.script` compiled: which operations they run is not seen, so they are tried.
 
-One unit stays as it is, all others get its values. What then stays the same everywhere depends on the sizes of the
-batch alone, and is constant. What stays the same for that unit has its units on axis 0. Anything else may mix them.
+A half of the units stays as it is, all others get the values of one of them. What then stays the same everywhere depends on
+the sizes of the batch alone, and is constant. What stays the same for that half has its units on axis 0. Anything else may mix
+them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsedp.capture.functions import copied, like_unit, tensors_in, unchanged, with_tensors
+from sparsedp.capture.functions import copied, exchanged, tensors_in, unchanged, unchanged_units, with_tensors
 from sparsedp.capture.tracking import UnitAxis
 
 if TYPE_CHECKING:
@@ -25,8 +26,9 @@ _CALL = torch.jit.ScriptFunction.__call__
 class ScriptedFunctions:
     """Stands before every scripted function that a forward pass calls, from `begin` to `end`."""
 
-    def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+    def __init__(self, capture: Capture, halves: Callable[[int, bool], list[Tensor]]) -> None:
+        self._capture, self._halves = capture, halves
+        self._seen: set[tuple[int, str]] = set()
         self._outer: list[Callable] = []  # of private modules which call one another
 
     def begin(self) -> None:
@@ -60,30 +62,30 @@ class ScriptedFunctions:
             for tensor, version in zip(given, versions):
                 if tensor._version != version:
                     capture.lose(tensor)
-            for tensor, place in zip(tensors_in(out), self._places(run, given, copies)):
+            use = (id(function), capture.where())
+            is_first = use not in self._seen
+            self._seen.add(use)
+            for tensor, place in zip(tensors_in(out), self._places(run, given, copies, is_first)):
                 if not tensor.requires_grad and place != _CONSTANT:  # one with a history is refused as any unseen one
                     capture.place(tensor, place)
         return out
 
-    def _places(self, run: Callable, given: list[Tensor], copies: list[Tensor]) -> Iterator[UnitAxis | None]:
+    def _places(
+        self, run: Callable, given: list[Tensor], copies: list[Tensor], is_first: bool
+    ) -> Iterator[UnitAxis | None]:
         """Where the units are in each output: not known, on axis 0, or `_CONSTANT`."""
         units, axes = self._capture.units, [self._capture.known_axis(tensor) for tensor in given]
         is_known = all(axis is not None for tensor, axis in zip(given, axes) if self._capture.is_data(tensor))
         first = run(copies)
-        others = {
-            kept: run([like_unit(tensor, axis, units, kept) for tensor, axis in zip(copies, axes)])
-            for kept in ((0, units - 1) if is_known and units > 1 else ())
-        }
+        others = []
+        for kept in self._halves(units, is_first) if is_known and units > 1 else ():
+            source = torch.where(kept, torch.arange(units), kept.nonzero()[0])
+            others.append((kept, run([exchanged(tensor, axis, source) for tensor, axis in zip(copies, axes)])))
         for number, out in enumerate(first):
-            fits = out.ndim > 0 and len(out) == units
-            if is_known and units > 1 and all(unchanged(out, other[number]) for other in others.values()):
+            if others and all(unchanged(out, other[number]) for _, other in others):
                 yield _CONSTANT
-            elif (
-                is_known
-                and fits
-                and all(unchanged(out[k : k + 1], other[number][k : k + 1]) for k, other in others.items())
-            ):
-                yield UnitAxis(0)
+            elif others and all(unchanged_units(out, other[number], UnitAxis(0), kept) for kept, other in others):
+                yield UnitAxis(0) if len(out) == units else None
             else:
                 yield None
 
