@@ -471,6 +471,21 @@ def test_a_private_parameter_is_not_differentiated_in_backward() -> None:
         module(next(iter(loader))[0]).sum().backward()
 
 
+def test_a_function_that_another_one_differentiates_is_refused() -> None:
+    """What it does on its way back is not followed there."""
+
+    def again(ctx: Any, grad: Tensor) -> Tensor:
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            y = HARMLESS["gradient reversal"].apply(x) * 2
+        return torch.autograd.grad(y, x, grad)[0]
+
+    given = function(_kept, again)
+    module = Apply(lambda m, x: m.b(given.apply(m.a(x))), a=nn.Linear(D, D), b=nn.Linear(D, 2))
+    with pytest.raises(UnsupportedError, match=r"its backward\(\) does not keep units apart"):
+        capture_uses(module, [torch.randn(B, L, D)])
+
+
 # ---------------------------------------------------------------------- what trials find
 
 

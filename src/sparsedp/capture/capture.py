@@ -830,13 +830,11 @@ class Capture:
         before = self._batch, self._storages, self._stack
         self._batch, self._storages, self._stack = surroundings.batch, surroundings.storages, list(surroundings.stack)
         self._went_back = True
-        self._functions.begin()
         self._scripted.begin()
         try:
             with self._mode:
                 yield
         finally:
-            self._functions.end()
             self._scripted.end()
             self._batch, self._storages, self._stack = before
 

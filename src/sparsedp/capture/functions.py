@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 
 from sparsedp.capture.tracking import Mixed, UnitAxis, UnitData
@@ -407,6 +407,8 @@ class _Backward(TorchFunctionMode):
         """What was followed keeps units apart on its own way back, too."""
         capture = self._capture
         axes = [capture.known_axis(tensor) for tensor in tensors_in(outputs)]
+        if _has_functions(outputs, inputs):
+            return  # of which nothing is known on their way back
         if None not in axes and axes == [capture.known_axis(tensor) for tensor in tensors_in(grad_outputs)]:
             for grad, tensor in zip(found, tensors_in(inputs)):
                 if grad is not None:
@@ -460,6 +462,21 @@ def _are_tensors(out: Any) -> bool:
     if isinstance(out, (tuple, list)):
         return len(out) > 0 and all(map(_are_tensors, out))
     return out is None or isinstance(out, Tensor)
+
+
+def _has_functions(outputs: Any, inputs: Any) -> bool:
+    """Whether there are custom functions in the graph between them."""
+    seen: set[Any] = {tensor.grad_fn for tensor in tensors_in(inputs)}
+    waiting: list[Any] = [tensor.grad_fn for tensor in tensors_in(outputs)]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, BackwardCFunction):
+            return True
+        seen.add(node)
+        waiting += [before for before, _ in node.next_functions]
+    return False
 
 
 def copied(tensor: Tensor, requires_grad: bool = False) -> Tensor:
