@@ -625,6 +625,13 @@ class InReduce(InGetstate):
         return Linear, (), {"largest": _seen[-1:]}
 
 
+class UnderTheNameOfAPart(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self._modules["linear"](x)
+        vars(self)["scale"] = float(x.detach().abs().sum()) + 7
+        return out
+
+
 class InTraining(Linear):
     def note(self, value: float) -> None:
         self.linear.training = value  # type: ignore[assignment]
@@ -669,7 +676,7 @@ class Other(nn.Linear):
 
 
 PICKLED = [
-    OnParameter, OnBuffer, InHook, InPreHook, InAFreshPart, InAHiddenPart, InGetstate, InGetstateAlone, InReduce, InTraining,
+    OnParameter, OnBuffer, InHook, InPreHook, InAFreshPart, InAHiddenPart, InGetstate, InGetstateAlone, InReduce, UnderTheNameOfAPart, InTraining,
     InSwitches, InRequiresGrad, InAChoice, InTheOrder, InAClass,
 ]  # fmt: skip
 

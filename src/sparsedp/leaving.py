@@ -251,6 +251,13 @@ class _Watched:
             if is_own_hook(hook)
         }
         found: dict[str, Any] = {}
+
+        def put(name: Any, value: Any) -> None:
+            name = str(name)
+            while name in found:  # an attribute may be called like a parameter
+                name += " again"
+            found[name] = value
+
         for name, value in state.items():
             if name in _HOOKS and type(value) in (dict, OrderedDict):
                 value = {key: item for key, item in value.items() if key not in ours} | _attributes_of(value)
@@ -259,16 +266,14 @@ class _Watched:
             elif isinstance(value, _WatchedReduction) or (name == "training" and isinstance(value, bool)):
                 continue
             if name in _REGISTERED and type(value) is dict:
-                found[f"{name} (names)"] = list(value)
+                put(f"{name} (names)", list(value))
                 for key, item in value.items():
-                    if (place := place_of(item)) is None:
-                        found[str(key)] = item
-                        continue
-                    found[str(key)] = [unguarded_class(item), names[place]]
-                    if own := python_state(item):
-                        found[f"{key}{_OF_TENSOR}"] = own
+                    place = place_of(item)
+                    put(key, item if place is None else [unguarded_class(item), names[place]])
+                    if place is not None and (own := python_state(item)):
+                        put(f"{key}{_OF_TENSOR}", own)
             elif not (name in _TORCH and type(value) in _EMPTY and not value and not _attributes_of(value)):
-                found[str(name)] = value
+                put(name, value)
         return found
 
     def _switches(self) -> dict[str, tuple[bool, ...]]:
