@@ -774,7 +774,8 @@ class Capture:
 
     def info(self, tensor: Tensor) -> Any:
         """What is known of a tensor; None for a constant, and for one that capture did not see."""
-        return self._info.get(tensor)
+        known = self._info.get(tensor)
+        return None if known is _CONSTANT else known
 
     def known_axis(self, tensor: Tensor) -> UnitAxis | None:
         known = self._info.get(tensor)
