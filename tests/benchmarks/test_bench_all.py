@@ -64,6 +64,7 @@ def test_help_names_all_parts(capsys: pytest.CaptureFixture[str]) -> None:
     assert make_parser().parse_args(["all"]).folder == Path("runs/bench")
 
 
+@pytest.mark.slow
 def test_a_real_part_ends_on_the_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "out"
     assert main(["all", "--quick", "--part=noise", f"--folder={folder}"]) == 0

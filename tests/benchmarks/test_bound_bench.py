@@ -283,6 +283,7 @@ def test_where_a_private_step_takes_longer() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_all_rows_and_fields(narrow: None, tmp_path: Path) -> None:
     result = bound.bench_bound(TINY, repeats=1, rates=machine_for_tests())
     by_workload: dict[str, list[dict[str, Any]]] = {}

@@ -769,13 +769,13 @@ class Capture:
             return own
         known = self._info.get(tensor)
         if isinstance(known, _Derived):
-            return Expression(tensor, known.parameters, known.ids)
+            return Expression(tensor, known.parameters, known.ids, known.drawn)
         return None
 
     def info(self, tensor: Tensor) -> Any:
         """What is known of a tensor; None for a constant, and for one that capture did not see."""
         known = self._info.get(tensor)
-        return None if known is _CONSTANT else known
+        return None if isinstance(known, _Constant) else known
 
     def known_axis(self, tensor: Tensor) -> UnitAxis | None:
         known = self._info.get(tensor)
@@ -865,7 +865,7 @@ class Capture:
                 raise _refuse_saved_tensor_hooks()
         expressions: list[Expression] = []
         data: list[Tensor] = []
-        shared = False
+        shared = drawn = False
         for tensor in _operands(args, kwargs):
             known = self._info.get(tensor)
             if known is None and self._shares_memory_with_data(tensor):
@@ -874,7 +874,9 @@ class Capture:
                 data.append(tensor)
             elif known is _SHARED:
                 shared = True
-            elif known is not _CONSTANT and grad_enabled:
+            elif isinstance(known, _Constant):
+                drawn = drawn or known.drawn
+            elif grad_enabled:
                 found = self._require_expression(tensor, name)
                 if found is not None:
                     expressions.append(found)
@@ -892,7 +894,7 @@ class Capture:
             self._refuse_foreach(args[0])
         if self._places is not None and may_draw(name) and not draws_nothing(name, args, kwargs):
             first = self._info[data[0]] if data else None
-            func = self.draws.replacing(name, func, first.axis if isinstance(first, UnitData) else None)
+            func, drawn = self.draws.replacing(name, func, first.axis if isinstance(first, UnitData) else None), True
         target = _written(name, args, kwargs)
         if target is not None:
             return self._write(name, func, args, kwargs, target, data, expressions, shared)
@@ -912,7 +914,7 @@ class Capture:
             if not (data or shared):
                 for tensor in (out,) if isinstance(out, Tensor) else _all_tensors(out):
                     if self._info.get(tensor) is None and id(tensor) not in self._own:
-                        self._info[tensor] = _CONSTANT
+                        self._info[tensor] = _DRAWN if drawn else _CONSTANT
             else:
                 self._mark(name if func not in _OTHER_ORDER else f"torch.{name}", data, args, kwargs, out)
             if data and kwargs.get("out") is not None:  # several of them
@@ -921,7 +923,7 @@ class Capture:
             return out
         if data or (shared and name == "embedding_bag"):  # whose offsets may say whose an id is
             return self._run_rule(name, func, args, kwargs, expressions)
-        return self._derive(name, func, args, kwargs, expressions, shared)
+        return self._derive(name, func, args, kwargs, expressions, shared, drawn)
 
     def _run_rule(self, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression]) -> Any:
         """An operation in which data and parameters meet."""
@@ -930,6 +932,10 @@ class Capture:
                 name, expressions[0].names, "it runs inside of torch.vmap or another transform of torch.func",
                 "apply the parameter to the whole batch, outside of the transform",
             )  # fmt: skip
+        if name == "getitem" and any(map(self.is_data, _bounds(args[1]))):
+            raise self.refuse(
+                name, expressions[0].names, "which rows it takes depends on the whole batch", "take a fixed part"
+            )
         self._use, before = (name, expressions), self._records
         out = self._run_use(self, name, func, args, kwargs, expressions)
         if self._records == before:
@@ -1034,7 +1040,7 @@ class Capture:
         if made:
             return self._run_rule(name, func, args, kwargs, made)
         before = self._info.get(target)
-        before = None if before is _CONSTANT else before
+        before = None if isinstance(before, _Constant) else before
         if plain_name(name) in SHAPE_IN_PLACE and isinstance(before, UnitData):
             return self._change_shape(name, func, args, kwargs, target, before)
         out = func(*args, **kwargs)
@@ -1151,12 +1157,15 @@ class Capture:
             )
 
     def _derive(
-        self, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression], shared: bool
+        self,
+        name: str,
+        func: Callable,
+        args: tuple,
+        kwargs: dict,
+        expressions: list[Expression],
+        shared: bool,
+        drawn: bool,
     ) -> Any:
-        if name == "getitem" and any(map(self.is_data, _bounds(args[1]))):
-            raise self.refuse(
-                name, expressions[0].names, "which rows it takes depends on the whole batch", "take a fixed part"
-            )
         out = func(*args, **kwargs)
         ids = None
         if len(expressions) == 1 and expressions[0].tensor is expressions[0].parameters[0][1]:
@@ -1169,7 +1178,7 @@ class Capture:
         parameters = tuple(dict(pair for e in expressions for pair in e.parameters).items())
         for tensor in _all_tensors(out):
             if tensor.requires_grad and id(tensor) not in self._own:
-                self._info[tensor] = _Derived(parameters, ids)
+                self._info[tensor] = _Derived(parameters, ids, drawn or any(e.drawn for e in expressions))
         return out
 
     def _mark(self, name: str, data: list[Tensor], args: tuple, kwargs: dict, out: Any) -> None:
@@ -1255,6 +1264,7 @@ class _Derived:
 
     parameters: tuple[tuple[str, Tensor], ...]
     ids: Tensor | None
+    drawn: bool  # whether numbers from the key have a part in it
 
 
 _EARLIER = Mixed("data of an earlier batch")  # until forward() is given it again, as in an evaluation after every step
@@ -1267,11 +1277,14 @@ class _Shared:
 _SHARED = _Shared()
 
 
+@dataclass(frozen=True)
 class _Constant:
-    """A tensor that no unit decides, as far as operations are seen."""
+    """A tensor that no unit decides, as far as operations are seen. One that is `drawn` has numbers from the key."""
+
+    drawn: bool = False
 
 
-_CONSTANT = _Constant()
+_CONSTANT, _DRAWN = _Constant(), _Constant(drawn=True)
 # What gives its memory to others.
 _HANDING_OUT_MEMORY = {"untyped_storage", "storage", "_typed_storage", "dlpack", "numpy", "array", "share_memory_"}
 # What makes Python numbers, texts and arrays of a tensor.

@@ -27,6 +27,7 @@ class Expression:
     tensor: Tensor
     parameters: tuple[tuple[str, Tensor], ...]
     ids: Tensor | None = None  # of a lookup with public ids: tensor = parameter[ids]
+    drawn: bool = False  # whether numbers that were drawn from the key in this pass have a part in it
 
     @cached_property
     def names(self) -> str:
@@ -103,10 +104,12 @@ def place_aligned(expression: Expression, grad: Tensor, dim: int) -> Placed:
 
 
 def is_shared_along(expression: Expression, dim: int) -> bool:
-    """Whether all slices along a dimension are the same part of the parameter.
+    """Whether all slices along a dimension are the same part of the parameter, or parts that were drawn from the key.
 
     Views and lookups tell by strides and ids. Computed copies (`position.repeat(B, 1, 1)`) by their values.
     """
+    if expression.drawn:  # each unit's part has the same law, whoever else is there
+        return True
     tensor = expression.tensor.detach()
     if expression.ids is not None:
         tensor = expression.ids

@@ -66,6 +66,8 @@ class ExponentialSelection(Mechanism):
 
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         space = RowSpace.of(step.tables)
+        if not space.names:
+            return {}
         rows, norms = _row_norms(batch, space, step)
         scores = norms * (self.epsilon / self.k) / (2 * step.clipping.max_norm)
         keys = [step.key.child(step.tables[name].index) for name in space.names]

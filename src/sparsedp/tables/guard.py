@@ -4,7 +4,7 @@ A guarded table is the same parameter object with another class, so that torch c
 operation on it: `state_dict`, `deepcopy`, pickling, `.to()`, export, printing. What shares its memory (`.data`, `.detach()`,
 a slice, the values of a `state_dict`) is guarded too, because training may go on before it is read.
 
-Other ways were tried. A `TorchFunctionMode` sees operations only while it is entered, so not a `state_dict` or a pickle after
+Other ways fall short. A `TorchFunctionMode` sees operations only while it is entered, so not a `state_dict` or a pickle after
 training. Hooks on `state_dict` miss `.data`, slices, `deepcopy` and printing. A new parameter in the module's place is not the
 one that the user's optimizer, ties and other references hold. Dispatch keys act below autograd, where the rows that a lookup
 asks for are no longer told from a read of the whole table. So the object stays and its class changes.
