@@ -362,6 +362,8 @@ def _meet_all_in_place(name: str, dims: int, history: bool, way: str) -> None:
     x = input_of(dims).sigmoid()
     found: Counter[str] = Counter()
     for title, change in in_place().items():
+        if (name, title) == ("group_norm", "Tensor.sgn_"):
+            continue  # torch's own gradient there is memory that nobody has set, another one each time
         what = outcome(module_of(name, dims, history, functools.partial(WAYS[way], change), positive=True), x)
         found[what] += 1
         assert what != "refused" or title not in _MUST_WORK, title

@@ -495,7 +495,7 @@ def test_ctrl_c_keeps_the_finished_runs_and_the_same_command_goes_on(capsys: pyt
     assert process.returncode == 130, err
     assert "SIGINT: stopping after this step" in err and "the same command goes on" in err and "Traceback" not in err
     assert "2 of 4 runs" in out
-    done = sorted(file.parent.name for file in Path("runs/changed").glob("*/private/result.json"))
+    done = sorted(file.parent.parent.name for file in Path("runs/changed").glob("*/private/result.json"))
     assert done == ["dpsgd,seed=0", "first,seed=0"]
     assert main(["sweep", str(path), "--list"]) == 0
     assert capsys.readouterr().out.count("open ") == 2
