@@ -76,4 +76,5 @@ def test_memory_of_a_step() -> None:
     small, large = (peaks(memory_runs, ("pctr", batch, 0.1), ("pctr", 8, 0.001)) for batch in (64, 1024))
     assert list(small) == ["plain", "dpsgd", "adafest", "eana"]
     assert all(large[name].beyond > small[name].beyond + 4 * 1024 * 5 * 598 for name in small)
-    assert small["dpsgd"].beyond > small["eana"].beyond
+    tables = peaks(memory_runs, ("pctr", 64, 1.0), ("pctr", 8, 0.001))  # large ones: the heap's own moods are megabytes
+    assert tables["dpsgd"].beyond > tables["eana"].beyond
