@@ -189,10 +189,10 @@ class PrivateOptimizer(Optimizer):
         self._refuse_ordinary_gradients(tensors)
         with self.stage("collect"):
             captured = self._capture.collect(tensors)
-        if captured is None:
-            if batch.units > 0:
-                raise SparseDPError("step() was called without a backward() on the current batch before it.")
-            captured = Captured(0, {})
+        if batch.units == 0:
+            captured = Captured(0, {})  # whatever came back is the stand-in's, which is no unit
+        elif captured is None:
+            raise SparseDPError("step() was called without a backward() on the current batch before it.")
         elif captured.units != batch.units or captured.owners is not batch.owners:
             raise SparseDPError(
                 f"The loss is over {captured.units} units with {captured.examples} examples, the current batch has "

@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import pickle
+import random
 import tracemalloc
 import weakref
 from collections import OrderedDict, defaultdict
@@ -31,8 +32,6 @@ from torch.utils.data import (
 from sparsedp.errors import CheckpointError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.noise import RandomKey
 from sparsedp.sampling import PrivateLoader, poisson_indices, private_loader
-from sparsedp.sampling.collate import empty_batch
-from sparsedp.sampling.layout import BatchLayout
 
 KEY = RandomKey.from_seed(11)
 
@@ -166,6 +165,8 @@ def bags_with_last(examples):
 
 
 class TestEmptyBatch:
+    """A batch of no units reaches the loop as one example, the data set's first, that counts as nobody."""
+
     def empty(self, collate, dataset=None, workers=0, public=()):
         """An empty batch of a loader whose every batch is empty, in effect."""
         loader = DataLoader(dataset or Ragged(), batch_size=1, collate_fn=collate, num_workers=workers)
@@ -174,19 +175,23 @@ class TestEmptyBatch:
         for batch in private:
             if private.current.units == 0:
                 assert private.current.first and private.current.last and private.current.logical_units == 0
+                assert private.current.examples == 1
                 seen.append(batch)
         assert seen
         return seen[0]
 
     def test_tensor_data_set_and_default_collate(self):
-        data = TensorDataset(torch.ones(30, 5), torch.ones(30, dtype=torch.int32), torch.ones(30, 2, 3).bool())
+        data = TensorDataset(
+            torch.arange(150.0).view(30, 5), torch.ones(30, dtype=torch.int32), torch.ones(30, 2, 3).bool()
+        )
         batch = self.empty(None, data)
         assert isinstance(batch, list)
         assert [(tuple(x.shape), x.dtype) for x in batch] == [
-            ((0, 5), torch.float32),
-            ((0,), torch.int32),
-            ((0, 2, 3), torch.bool),
+            ((1, 5), torch.float32),
+            ((1,), torch.int32),
+            ((1, 2, 3), torch.bool),
         ]
+        assert batch[0].tolist() == [[0, 1, 2, 3, 4]]
 
     def test_nested_structures(self):
         def collate(examples):
@@ -203,28 +208,27 @@ class TestEmptyBatch:
 
         first, second, record, array = self.empty(collate, public=("total",))
         assert isinstance(first, OrderedDict) and isinstance(first["pair"], Pair)
-        assert first["pair"].ids.shape == (0, 2) and first["pair"].ids.dtype == torch.int64
-        assert first["pair"].label.shape == (0,) and first["names"] == []
-        assert [x.shape for x in first["fields"]] == [(0, 2), (0,)]
-        assert second["transposed"].shape == (2, 0)
-        assert second["total"].shape == () and second["total"] == 0
-        # What is the same for every batch is so for the empty one, too.
+        assert first["pair"].ids.shape == (1, 2) and first["pair"].ids.dtype == torch.int64
+        assert first["pair"].label.shape == (1,) and first["names"] == ["name"]
+        assert [x.shape for x in first["fields"]] == [(1, 2), (1,)]
+        assert second["transposed"].shape == (2, 1)
+        assert second["total"].shape == ()
         assert (second["nothing"], second["scale"], second["flag"]) == (None, 0.5, True)
-        assert record.ids.shape == (0, 2) and record.name == "every"
-        assert array.shape == (0, 3) and array.dtype == np.float16
+        assert record.ids.shape == (1, 2) and record.name == "every"
+        assert array.shape == (1, 3) and array.dtype == np.float16
 
     def test_padding(self):
         batch = self.empty(pad, public=("longest", "count"))
-        assert batch["ids"].shape == (0, 2) and batch["lengths"].shape == (0,)
-        assert (batch["longest"], batch["count"]) == (2, 0)
+        assert batch["ids"].shape == (1, 2) and batch["lengths"].shape == (1,)
+        assert (batch["longest"], batch["count"]) == (2, 1)
 
-    @pytest.mark.parametrize("collate, size", [(bags, 0), (bags_with_last, 1)])
+    @pytest.mark.parametrize("collate, size", [(bags, 1), (bags_with_last, 2)])
     @pytest.mark.parametrize("workers", [0, 1])
     def test_values_and_offsets(self, collate, size, workers):
         values, offsets = self.empty(collate, workers=workers)
-        assert values.shape == (0,) and offsets.tolist() == [0] * size
-        bag = torch.nn.EmbeddingBag(9, 4, mode="sum", include_last_offset=bool(size))
-        assert bag(values, offsets).shape == (0, 4)
+        assert values.shape == (2,) and offsets.tolist() == [0, 2][:size]
+        bag = torch.nn.EmbeddingBag(9, 4, mode="sum", include_last_offset=size == 2)
+        assert bag(values, offsets).shape == (1, 4)
 
     def test_getitems_is_used_and_never_with_nothing(self):
         class Batched(Numbers):
@@ -235,29 +239,35 @@ class TestEmptyBatch:
                 return {"x": torch.stack([torch.full((3,), i) for i in indices])}
 
         batch = self.empty(lambda fetched: fetched, Batched(30))
-        assert batch["x"].shape == (0, 3)
-        assert self.empty(None, Subset(Numbers(40), range(30))).shape == (0,)
+        assert batch["x"].tolist() == [[0, 0, 0]]
+        assert self.empty(None, Subset(Numbers(40), range(30))).shape == (1,)
 
     def test_every_empty_batch_is_its_own(self):
         loader = DataLoader(Ragged(), batch_size=1, collate_fn=bags_with_last)
         private = private_loader(loader, key=KEY)
         for _, offsets in private:
             if private.current.units == 0:
-                assert offsets.tolist() == [0]
+                assert offsets.tolist() == [0, 2]
                 offsets += 1
 
-    @pytest.mark.parametrize(
-        ("collate", "named"),
-        [
-            (lambda examples: object(), r"builtins\.object"),
-            (lambda examples: torch.zeros([1] * len(examples)), "number of axes"),
-            (lambda examples: torch.zeros(len(examples), 2).to_sparse(), "layout"),
-            (lambda examples: None if len(examples) == 1 else torch.zeros(2), "NoneType"),
-        ],
-    )
-    def test_unknown_objects_are_refused_by_name(self, collate, named):
-        with pytest.raises(UnsupportedError, match=f"empty batch.*{named}"):
-            empty_batch(Ragged(), collate, BatchLayout())
+    def test_whatever_collate_makes_of_one_example_will_do(self):
+        class Batch:
+            def __init__(self, examples):
+                self.ids = torch.stack([ids[:2] for ids, _ in examples])
+
+        assert self.empty(Batch).ids.tolist() == [[7, 7]]
+        assert self.empty(lambda examples: torch.zeros(len(examples), 2).to_sparse()).layout == torch.sparse_coo
+
+    def test_the_global_generators_go_on_as_if_it_had_not_been(self):
+        class Drawn(Numbers):
+            def __getitem__(self, index):
+                return torch.rand(()) + np.random.rand() + random.random()
+
+        loader = DataLoader(Drawn(30), batch_size=1)
+        private = private_loader(loader, key=KEY)
+        state = torch.get_rng_state(), random.getstate()
+        drawn = {float(batch) for batch in private if private.current.units == 0}
+        assert drawn and torch.equal(torch.get_rng_state(), state[0]) and random.getstate() == state[1]
 
 
 class TestCurrent:
@@ -272,7 +282,7 @@ class TestCurrent:
 
     def trace(self, loader):
         seen = [(loader.current, batch.tolist()) for batch in loader]
-        assert all(info.units == len(indices) for info, indices in seen)
+        assert all(max(1, info.units) == len(indices) for info, indices in seen)
         assert loader.current == seen[-1][0]
         return seen
 

@@ -105,9 +105,9 @@ class Run:
             for ids, target in self.loader:
                 if self.each is not None:
                     self.each(self, self.engine.ledger.steps)
-                self.sizes.append(len(ids))
+                self.sizes.append(self.loader.current.units)
                 self.optimizer.zero_grad()
-                if len(ids):
+                if self.sizes[-1]:
                     binary_cross_entropy_with_logits(self.module(ids), target.double()).backward()
                 self.optimizer.step()
                 if self.engine.ledger.steps == steps:

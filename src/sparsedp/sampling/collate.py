@@ -1,4 +1,4 @@
-"""What is asked of a collate function: an empty batch, which it cannot make, and that examples stay apart and in order."""
+"""What is asked of a collate function: a stand-in for an empty batch, and that examples stay apart and in order."""
 
 from __future__ import annotations
 
@@ -13,22 +13,19 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from sparsedp.errors import SparseDPError, SparseDPWarning, UnsupportedError
-from sparsedp.sampling.layout import BatchLayout, Step, are_offsets, as_rows, counted_rows, equal_batches, layout_of
+from sparsedp.sampling.layout import BatchLayout, are_offsets, as_rows, counted_rows, equal_batches, layout_of, same
 
 _TRIED = 32  # examples on which a collate function is tried
 _BESIDE = 8  # likewise, where all but one stay the same
 
 
-def empty_batch(dataset: Any, collate: Callable[[Any], Any], layout: BatchLayout) -> Any:
-    """What `collate` would return for no examples: the structure and dtypes of its batches, sizes at n = 0.
+def stand_in(dataset: Any, collate: Callable[[Any], Any]) -> Any:
+    """What the loop is given in place of a batch of no units: a batch of one example, whose gradient is thrown away.
 
-    Every size is extrapolated linearly from a batch of one and a batch of two: size(0) = 2 size(1) - size(2).
-    So [n, d] gives [0, d], concatenated values give [0] and offsets with the last one included give [1].
-    Tensors hold zeros: of the example that was read, only shapes get out. Python ints count as sizes. What `layout` knows to
-    be the same for every batch is as in every batch.
+    Few models run on no example at all, and few collate functions make a batch of none. It is the data set's first example,
+    because nothing else is sure to have ids that exist and lengths that are allowed.
     """
-    constants = {entry.steps: entry.values[0] for entry in layout.constants}
-    return _shrink(collate(_fetch(dataset, [0])), collate(_fetch(dataset, [0, 0])), constants)
+    return collate(_fetch(dataset, [0]))
 
 
 def examine(dataset: Any, collate: Callable[[Any], Any], public: Sequence[str] = ()) -> BatchLayout:
@@ -62,12 +59,12 @@ def examine(dataset: Any, collate: Callable[[Any], Any], public: Sequence[str] =
     offsets = []
     for entry in entries:
         arrays = [array for array in map(as_rows, entry.values) if array is not None]
-        if len(arrays) != len(tried) or not np.array_equal(arrays[0], arrays[1]):
+        if len(arrays) != len(tried) or not same(arrays[0], arrays[1]):
             continue
         before, _, *changed, without, _ = arrays
-        moved = before.shape[1:] == without.shape[1:] and not np.array_equal(before[1:], without)
+        moved = before.shape[1:] == without.shape[1:] and not same(before[1:], without)
         lost = (counted_rows(before) - counted_rows(without)).total() if moved else 0
-        fixed = bool(changed) and all(np.array_equal(before, other) for other in changed)
+        fixed = bool(changed) and all(same(before, other) for other in changed)
         if moved and (lost > 1 or fixed) and all(are_offsets(array) and not array[:1].any() for array in arrays):
             offsets.append(entry)
         elif lost > 1 or any(
@@ -139,7 +136,7 @@ def refuse_reordering(dataset: Any, collate: Callable[[Any], Any]) -> None:
         for one, other in zip(ahead, back)
         if one.shape[:1] == (len(places),) and one.shape == other.shape and not are_offsets(one)
     ]
-    if any(not np.array_equal(one[::-1], other) and counted_rows(one) == counted_rows(other) for one, other in pairs):
+    if any(not same(one[::-1], other) and counted_rows(one) == counted_rows(other) for one, other in pairs):
         raise UnsupportedError(
             "collate_fn changes the order of its examples (it sorts them?), so that it is not known which example of a batch "
             "is which user's. Keep them in order, and mask what is padded instead."
@@ -172,56 +169,3 @@ def _fetch(dataset: Any, places: Sequence[int]) -> Any:
     if getattr(dataset, "__getitems__", None):
         return dataset.__getitems__(list(places))
     return [dataset[place] for place in places]
-
-
-def _size(one: int, two: int) -> int:
-    return max(0, 2 * one - two)
-
-
-def _sizes(one: tuple[int, ...], two: tuple[int, ...]) -> tuple[int, ...]:
-    if len(one) != len(two):
-        raise _unknown(f"an array whose number of axes changes with the batch: shapes {one} and {two}")
-    return tuple(_size(a, b) for a, b in zip(one, two))
-
-
-def _shrink(one: Any, two: Any, constants: Mapping[tuple[Step, ...], Any], at: tuple[Step, ...] = ()) -> Any:
-    """The batch of zero examples, from the same example once (`one`) and twice (`two`); `at` is where these are in it."""
-
-    def part(step: Step) -> Any:
-        return _shrink(step.of(one), step.of(two), constants, (*at, step))
-
-    if at in constants:
-        return constants[at]
-    if type(one) is not type(two):
-        raise _unknown(f"a value of type {type(one).__name__} for one example, {type(two).__name__} for two")
-    if isinstance(one, torch.Tensor):
-        if one.is_nested or one.layout != torch.strided:
-            raise _unknown(f"a tensor of layout {one.layout}, nested={one.is_nested}")
-        return one.new_zeros(_sizes(tuple(one.shape), tuple(two.shape)))
-    if isinstance(one, np.ndarray):
-        return np.zeros(_sizes(one.shape, two.shape), one.dtype)
-    if isinstance(one, Mapping):
-        items = {key: part(Step(key)) for key in one if key in two}
-        try:
-            return type(one)(items)  # type: ignore[call-arg]
-        except TypeError:  # a mapping with a constructor of its own, such as defaultdict
-            return items
-    if isinstance(one, tuple) and hasattr(one, "_fields"):
-        return type(one)(*(part(Step(name, True)) for name in one._fields))
-    if isinstance(one, (tuple, list)):
-        # As many elements for two examples as for one: the fields of a batch. Otherwise: one per example.
-        return type(one)(part(Step(place)) for place in range(_size(len(one), len(two))))
-    if is_dataclass(one) and not isinstance(one, type):
-        return type(one)(**{f.name: part(Step(f.name, True)) for f in fields(one)})
-    if isinstance(one, int) and not isinstance(one, bool):
-        return _size(one, two)
-    if one is None or isinstance(one, (bool, float, str, bytes)):
-        return one if one is None else type(one)()
-    raise _unknown(f"a {type(one).__module__}.{type(one).__qualname__}")
-
-
-def _unknown(what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"Poisson sampling drew an empty batch, and it cannot be built because collate_fn returns {what}. "
-        "Return tensors in tuples, lists, dicts or dataclasses, and build other objects inside the loop."
-    )

@@ -45,8 +45,8 @@ class BatchInfo:
 
     @property
     def examples(self) -> int:
-        """In this physical batch; as many as units if the units are examples."""
-        return self.units if self.owners is None else len(self.owners)
+        """That the loop is given: as many as units if the units are examples, and one, which is nobody's, if there are none."""
+        return max(1, self.units if self.owners is None else len(self.owners))
 
 
 class Place(NamedTuple):
@@ -122,8 +122,8 @@ class Draws:
     def physical(self, start: Place, infos: deque[BatchInfo]) -> Iterator[list[int]]:
         """Indices of the physical batches from `start` on, for torch's machinery, which may run ahead.
 
-        An info for each goes to `infos`, in the same order. Empty batches are in `infos` only: what a data
-        set's `__getitems__([])` or a collate function do with them is anybody's guess.
+        An info for each goes to `infos`, in the same order. Empty batches are in `infos` only: the loader puts a stand-in
+        there.
         """
         for step, (span, indices) in enumerate(self.logical(start), start.step):
             if self.users is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import warnings
 from collections import deque
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from sparsedp.errors import CheckpointError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.noise import RandomKey
-from sparsedp.sampling.collate import empty_batch, examine, refuse_reordering
+from sparsedp.sampling.collate import examine, refuse_reordering, stand_in
 from sparsedp.sampling.draws import BatchInfo, Draws, Place, Span
 from sparsedp.sampling.stream import Stream
 from sparsedp.sampling.users import Users
@@ -118,7 +117,6 @@ class PrivateLoader(DataLoader[Any]):
         self.current: BatchInfo | None = None
         self._draws = Draws(key, spans, batch_size, poisson, shuffle, max_physical_batch, users)
         self._feed = feed
-        self._template: Any = _END
         self._pass = 0  # number of the live pass
         self._warned = False  # of a pass that was cut short
         self._done = Place(0, 0, 0)  # behind the last complete logical batch
@@ -261,17 +259,13 @@ class PrivateLoader(DataLoader[Any]):
                 with nullcontext() if self.num_workers else kept_globals():
                     batch = next(fetched, _END)
                 while infos and infos[0].units == 0:
-                    given, info = given + 1, infos.popleft()
+                    with kept_globals():
+                        empty = stand_in(self.dataset, self.collate_fn)
+                    given, info = given + 1, self._described(infos.popleft(), empty)
                     self._announce(info, start, number)
-                    yield self._empty()
+                    yield empty
                 if batch is not _END:
-                    self.layout.refuse_change(batch)
-                    given, info = given + 1, infos.popleft()
-                    layout = self.layout
-                    info = replace(
-                        info, offsets=layout.offsets_of(batch), constants=layout.constants_of(batch),
-                        unit_axes=layout.unit_axes_of(batch),
-                    )  # fmt: skip
+                    given, info = given + 1, self._described(infos.popleft(), batch)
                     self._announce(info, start, number)
                     yield batch
         except GeneratorExit:
@@ -321,10 +315,16 @@ class PrivateLoader(DataLoader[Any]):
                 "two passes at once would train on the same draws twice. Use one loop at a time."
             )
 
-    def _empty(self) -> Any:
-        if self._template is _END:
-            self._template = empty_batch(self.dataset, self.collate_fn, self.layout)
-        return copy.deepcopy(self._template)
+    def _described(self, info: BatchInfo, batch: Any) -> BatchInfo:
+        """With what the layout knows of the batch's tensors; raises if it is not laid out like the others."""
+        layout = self.layout
+        layout.refuse_change(batch)
+        return replace(
+            info,
+            offsets=layout.offsets_of(batch),
+            constants=layout.constants_of(batch),
+            unit_axes=layout.unit_axes_of(batch),
+        )
 
 
 def _spans(size: int, batch_size: int, drop_last: bool, stream: Stream | None) -> tuple[Span, ...]:
