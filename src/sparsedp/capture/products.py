@@ -13,6 +13,8 @@ from torch import Tensor
 
 from sparsedp.capture.kernels import squared_rows
 
+# Elements that a temporary of the norm computation may have; larger ones are computed for some units at a time.
+TEMPORARY = 1 << 24
 # Elements of sums that are written out for their norm alone: best if they stay in the processor's cache.
 WRITTEN = 1 << 20
 # Columns whose products are added up in float32: beyond, small ones would be lost beside large ones that cancel later.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture import kernels
-from sparsedp.capture.uses import Lookup, ParameterUses, RowNorms, merge_lookups, slack
+from sparsedp.capture.uses import Lookup, ParameterUses, RowNorms, slack
 from sparsedp.threads import on_all_cores, split
 
 
@@ -75,7 +75,7 @@ class TouchedRows:
             if name in uses and uses[name].whole:
                 self.whole.append(name)
             elif name in uses:
-                (self.lookups[name],) = merge_lookups(uses[name].lookups)
+                (self.lookups[name],) = uses[name].lookups
         lengths = [lookup.ids.numel() for lookup in self.lookups.values()]
         self._firsts = dict(zip(self.lookups, (0, *accumulate(lengths))))
         self._count = sum(lengths)
@@ -128,12 +128,12 @@ class TouchedRows:
         lengths = [end - begin for begin, end in self._edges.values()]
         return (at - _repeated(firsts, lengths, at)).clamp_min_(-1)
 
-    def squared_norms(self, slots: Tensor | None, known: RowNorms) -> LookupNorms | None:
+    def squared_norms(self, slots: Tensor | None, row_norms: RowNorms) -> LookupNorms | None:
         """For the tables that are used by lookups alone; None if there are none."""
         if not self.lookups:
             return None
         if not self._once:
-            return self._added_norms(slots, known)
+            return self._added_norms(slots, row_norms)
         every = kernels.squared_rows_of_each([lookup.grad for lookup in self.lookups.values()])
         if slots is None and self._used is None:
             return LookupNorms(list(self.lookups), every, every)
@@ -162,7 +162,7 @@ class TouchedRows:
                 )
         on_all_cores(lambda piece: kernels.add_rows(*piece), pieces)
 
-    def _added_norms(self, slots: Tensor | None, known: RowNorms) -> LookupNorms:
+    def _added_norms(self, slots: Tensor | None, row_norms: RowNorms) -> LookupNorms:
         """As `ParameterUses.squared_norms`, for all tables at once.
 
         What a unit adds to a row is added up first; where that is one position, its norm is known.
@@ -174,7 +174,7 @@ class TouchedRows:
         key = kernels.numbered(begin)
         lengths = [end - first for first, end in (self._edges[name] for name in self.lookups)]
         table = kernels.repeated(torch.arange(tables, device=at.device), row.new_tensor(lengths))[row]
-        single = torch.cat([lookup.squares(known) for lookup in lookups])[at]
+        single = torch.cat([lookup.squares(row_norms) for lookup in lookups])[at]
         square = single[begin[:-1]]
         several = (sizes > 1).nonzero().squeeze(1)
         pieces = []
