@@ -22,6 +22,7 @@ BLOCK = 128
 
 
 def chunks(units: int, elements_per_unit: int, temporary: int) -> Iterator[slice]:
+    """Units that are worked on at a time: as many as `temporary` elements allow, and at least one."""
     size = max(1, temporary // max(1, elements_per_unit))
     for start in range(0, units, size):
         yield slice(start, min(units, start + size))
