@@ -35,7 +35,7 @@ class Grouping:
             by_example: list[Use] = [*uses.linears, *uses.builts, *uses.softmaxes, *uses.lookups]
             squares = torch.zeros(self.units, dtype=torch.float64, device=self.owners.device)
             for bucket in self._buckets:
-                of_bucket = ParameterUses.of(use.regrouped(bucket) for use in by_example)
+                of_bucket = ParameterUses.of([use.regrouped(bucket) for use in by_example])
                 squares[bucket.units] = of_bucket.squared_norms(len(bucket.units)).double()
         else:  # nothing to pad
             builts = [built.of_owners(self.owners, self.units) for built in uses.builts]

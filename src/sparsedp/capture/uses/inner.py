@@ -1,20 +1,22 @@
 """Inner products of two uses of one parameter, unit by unit.
 
-The gradient of a unit is the sum of its uses, so its squared norm is the sum of their inner products. This table has one for
-every pair of kinds; rows and columns of a pair may be exchanged. a and g are the inputs and output gradients of linear maps,
-G the gradient of a softmax's logits, h its hidden states, v gradients that are written out, g_l the gradient of lookup l of
-row id_l.
+A unit's gradient is the sum of its uses, so its squared norm is the sum of their inner products. For every two kinds, in either
+order, summed over the positions l, m, p, q of the unit:
 
-|         | Lookup                      | Linear                         | Softmax                        | Built        |
-| ------- | --------------------------- | ------------------------------ | ------------------------------ | ------------ |
-| Lookup  | sum over equal ids of g . g'| sum over l, m g[m,id_l](g_l.a_m)| sum over l, m G[m,id_l](g_l.h_m)| g_l . v[id_l]|
-| Linear  |                             | sum over p, q (a.a')(g.g')     | the same, with G written out   | v'. v        |
-| Softmax |                             |                                | the same, with both written out| v'. v        |
-| Built   |                             |                                |                                | v . v'       |
+|         | Lookup                 | Linear                   | Softmax                  | Built            |
+| ------- | ---------------------- | ------------------------ | ------------------------ | ---------------- |
+| Lookup  | e_l . e'_m, equal ids  | g[p, id_l] (e_l . a_p)   | G[p, id_l] (e_l . h_p)   | e_l . v[id_l]    |
+| Linear  |                        | (a_p . a'_q)(g_p . g'_q) | (a_p . h_q)(g_p . G_q)   | (g_p x a_p) . v  |
+| Softmax |                        |                          | (h_p . h'_q)(G_p . G'_q) | (G_p x h_p) . v  |
+| Built   |                        |                          |                          | v . v'           |
 
-- Lookup x Lookup is DPFormer's (4.1), first term, and B.3 of its proof, without the square that is printed there.
-- Lookup x Linear is the last term of (4.1), which makes phantom clipping: the cross term of a table that is tied, B.6.
-- Linear x Linear is ghost clipping, B.4; with one position, |a|^2 |g|^2 (Goodfellow).
+A lookup has the gradient e_l at row id_l, a linear map inputs a and output gradients g, a softmax hidden states h and the
+gradient G of its logits; v is a gradient that is written out, and x the outer product.
+
+- Lookup x Lookup is the first term of DPFormer's (4.1), and (B.3) of its proof, without the square that is printed in (4.1).
+- Lookup x Linear and Lookup x Softmax are its last term and (B.6), the cross term of a tied table: phantom clipping.
+- Linear x Linear is ghost clipping: (B.3) with inputs that need not be one-hot. It also gives the second term of (4.1) without
+  a gradient of the size of the table. With one position it is |a|^2 |g|^2.
 
 Nothing of the size units x rows x dim is formed for a table. A use with itself is `Use.squared_norms`, which is faster.
 """
@@ -145,9 +147,9 @@ INNER = {(other, one): _exchanged(pair) for (one, other), pair in _PAIRS.items()
 def _tied(
     lookup: Lookup, inputs: Tensor, gradient_at: Callable[[Tensor | slice, Tensor], Tensor], units: int
 ) -> Tensor:
-    """Sum over l, m of G[m, id_l] (g_l . a_m), float64: the last term of DPFormer's Claim 4.1.
+    """Sum over l, p of g[p, id_l] (e_l . a_p), float64: the last term of DPFormer's Claim 4.1.
 
-    The a_m are `inputs` (B, P, d), the g_l those of `lookup`, and `gradient_at` gives G; see `Linear.gradient_at`.
+    The a_p are `inputs` (B, P, d), the e_l those of `lookup`, and `gradient_at` gives g; see `Linear.gradient_at`.
     """
     grads = lookup.positions()
     lengths, places = places_of(lookup.units, units)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,8 +27,10 @@ class ParameterUses:
     softmaxes: list[Softmax] = field(default_factory=list)
 
     @staticmethod
-    def of(uses: Iterable[Use]) -> ParameterUses:
+    def of(uses: Sequence[Use]) -> ParameterUses:
         lookups, linears, builts, softmaxes = _by_kind(uses)
+        if len(uses) == 1:  # as in most models
+            return ParameterUses(lookups, linears, builts, softmaxes)
         return ParameterUses(
             Lookup.merged(lookups), Linear.merged(linears), Built.merged(builts), Softmax.merged(softmaxes)
         )
@@ -38,6 +40,8 @@ class ParameterUses:
 
         For the uses that sums are made of as well, so that both see the same rounded numbers.
         """
+        if not self.linears:
+            return self
         kept, builts = [], [*self.builts]
         for linear in self.linears:
             if linear.is_smaller_built:
