@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from cases import BAGS, CASES, B, D, L, V, emb, ids, x
-from sparsedp.capture import Capture
-from sparsedp.capture import uses as uses_module
+from sparsedp.capture import Capture, products
 from support import Apply, assert_exact, batch_of, unit_loss
 
 
@@ -177,7 +176,7 @@ def test_no_grad_inside_forward() -> None:
 @pytest.mark.parametrize("case", ["h @ emb.weight.T", "encoder layer", "conv2d", "two towers"])
 def test_units_in_chunks_give_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norms that would need a large temporary are computed for a few units at a time."""
-    monkeypatch.setattr(uses_module, "_TEMPORARY", 60)
+    monkeypatch.setattr(products, "TEMPORARY", 60)
     assert_exact(*CASES[case]())
 
 

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from neighbours import largest_influence
 from sparsedp.capture import ParameterUses, kernels
 from sparsedp.capture import products as products_module
-from sparsedp.capture import softmax as softmax_module
-from sparsedp.capture import uses as uses_module
 from sparsedp.capture.lengths import is_range, places_of, units_by_length
 from sparsedp.capture.products import inner_products, squared_products
-from sparsedp.capture.uses import Linear, Lookup
+from sparsedp.capture.uses import Linear, Lookup, logit_gradients
 from sparsedp.clipping import Clipping
 from sparsedp.nn import sequence_loss, table_softmax_loss
 from support import Apply, assert_exact, capture_uses
@@ -65,10 +63,10 @@ def test_norms_and_sums(how: str, units: int, length: int, rows: int, dim: int, 
     """Against one unit at a time: repeated ids, padding, one unit, and vocabularies that do not fit into a chunk."""
     torch.manual_seed(seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(uses_module, "_TEMPORARY", temporary)
+        patch.setattr(products_module, "TEMPORARY", temporary)
         patch.setattr(products_module, "WRITTEN", temporary)
-        patch.setattr(softmax_module, "CHUNK", temporary)
-        patch.setattr(softmax_module, "WHOLE", temporary)
+        patch.setattr(logit_gradients, "CHUNK", temporary)
+        patch.setattr(logit_gradients, "WHOLE", temporary)
         model = Tied(rows, dim, how)
         assert_exact(model, torch.randint(rows, (units, length)), torch.randint(rows, (units, length)), loss=total)
 
@@ -182,7 +180,7 @@ def test_lookups_in_any_order() -> None:
     wanted[:, 2:6] += torch.einsum("bpo,bpi->boi", linear.grad, linear.inputs)
     for temporary in (1, 30, 10**6):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(uses_module, "_TEMPORARY", temporary)
+            patch.setattr(products_module, "TEMPORARY", temporary)
             torch.testing.assert_close(found.squared_norms(5), wanted.square().sum((1, 2)))
 
 

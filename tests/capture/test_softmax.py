@@ -14,9 +14,12 @@ from torch import Tensor, nn
 
 import sparsedp
 from sparsedp import UnsupportedError
-from sparsedp.capture import Capture
+from sparsedp.capture import Capture, RowSpace
 from sparsedp.capture import products as products_module
-from sparsedp.capture import softmax as softmax_module
+from sparsedp.capture.uses import logit_gradients
+from sparsedp.capture.uses import softmax as softmax_module
+from sparsedp.capture.uses.softmax_loss import softmax_pass
+from sparsedp.contribution import touched_rows
 from sparsedp.errors import UnitsMixedError
 from sparsedp.grid import grid_of
 from sparsedp.nn import (
@@ -50,9 +53,9 @@ def some(units: int, length: int, rows: int, dim: int, seed: int = 0, dtype: tor
 
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch, elements: int, whole: int) -> None:
-    monkeypatch.setattr(softmax_module, "CHUNK", elements)
+    monkeypatch.setattr(logit_gradients, "CHUNK", elements)
     monkeypatch.setattr(softmax_module, "_TOGETHER", 2)
-    monkeypatch.setattr(softmax_module, "WHOLE", whole)
+    monkeypatch.setattr(logit_gradients, "WHOLE", whole)
     monkeypatch.setattr(losses_module, "CHUNK", elements)
     monkeypatch.setattr(products_module, "WRITTEN", elements)
 
@@ -181,7 +184,7 @@ def test_nothing_but_losses_without_gradients() -> None:
     with torch.no_grad():
         losses = table_softmax_loss(hidden, table, target)
     assert not losses.requires_grad
-    _, passed = softmax_module.softmax_pass(hidden, table, target - 1, None, gradient=False, norms=False)
+    _, passed = softmax_pass(hidden, table, target - 1, None, gradient=False, norms=False)
     assert passed.hidden_grad is None and passed.square is None
 
 
@@ -261,8 +264,9 @@ def test_restricted_to_some_rows() -> None:
     torch.manual_seed(0)
     model = tied(9, 4).double()
     history, target = torch.randint(9, (5, 6)), torch.randint(9, (5, 6))
-    found = assert_exact(model, history, target).uses["e.weight"]
-    assert found.whole and torch.equal(found.touched_rows(9), torch.arange(9))
+    captured = assert_exact(model, history, target)
+    found = captured.uses["e.weight"]
+    assert found.whole and torch.equal(touched_rows([captured], RowSpace(("e.weight",), (9,))), torch.arange(9))
     factors = torch.rand(5, dtype=torch.float64)
     for rows in (torch.tensor([0, 2, 3, 7]), torch.tensor([5]), torch.empty(0, dtype=torch.long), torch.arange(9)):
         few = found.restricted(rows, 4)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 import sparsedp
 from neighbours import largest_influence
 from sparsedp import FEST, AdaFEST, SparseDPError, SparseDPWarning
-from sparsedp.capture import RowSparse
+from sparsedp.capture import RowSpace, RowSparse
 from sparsedp.clipping import Clipping
+from sparsedp.contribution import touched_rows
 from sparsedp.nn import CandidateSampler, FallbackEmbedding, candidate_loss, candidate_scores
 from support import Apply, assert_exact, capture_uses, loader_of, make_private
 
@@ -276,7 +277,7 @@ def test_a_fallback_table_maps_candidates_too() -> None:
     found = capture_uses(
         module, [torch.tensor([[1, 5]]), torch.tensor([[7, 2, 8]])], lambda scores: candidate_loss(scores)
     )
-    assert found.uses["items.weight"].touched_rows(11).tolist() == [1, 2, 10]
+    assert touched_rows([found], RowSpace(("items.weight",), (11,))).tolist() == [1, 2, 10]
 
 
 @pytest.mark.slow

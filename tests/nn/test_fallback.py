@@ -14,7 +14,9 @@ from torch import Tensor, nn
 import sparsedp
 from neighbours import largest_influence
 from sparsedp import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection
+from sparsedp.capture import RowSpace
 from sparsedp.clipping import Clipping
+from sparsedp.contribution import touched_rows
 from sparsedp.counting import count_rows
 from sparsedp.nn import FallbackEmbedding, FallbackEmbeddingBag
 from support import Apply, assert_exact, capture_uses, clicks, dense, loader_of, make_private, train
@@ -86,7 +88,7 @@ def test_padding_stays_padding() -> None:
     table.keep([2])
     assert torch.equal(table(torch.tensor([0])), torch.zeros(1, 3))
     found = capture_uses(Apply(lambda m, i: m.e(i).sum(1), e=table), [torch.tensor([[0, 2], [0, 1]])])
-    assert found.uses["e.weight"].touched_rows(6).tolist() == [2, 5]
+    assert touched_rows([found], RowSpace(("e.weight",), (6,))).tolist() == [2, 5]
 
 
 def test_rows_that_are_not_in_the_table_are_refused() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -62,25 +63,29 @@ Placed = list[tuple[str, Use]]
 
 def place_linear(expression: Expression, inputs: Tensor, grad: Tensor) -> Placed:
     """A linear map by the (O, I) matrix `expression`: inputs (B, P, I), output gradient (B, P, O)."""
-    rows, columns = expression.tensor.shape
-    if expression.is_view:
-        down, across = expression.tensor.stride()
-        name = expression.parameters[0][0]
-        if (across == 1 or columns == 1) and (down == columns or rows == 1):
-            return [(name, Linear(inputs, grad, expression.offset))]
-        if (down == 1 or rows == 1) and (across == rows or columns == 1):
-            return [(name, Linear(grad, inputs, expression.offset))]
-    return place_built(expression, torch.einsum("bpo,bpi->boi", grad, inputs))
+    layout = _layout(expression)
+    if layout is None:
+        return place_built(expression, torch.einsum("bpo,bpi->boi", grad, inputs))
+    use = Linear(inputs, grad, expression.offset) if layout == "rows" else Linear(grad, inputs, expression.offset)
+    return [(expression.parameters[0][0], use)]
 
 
 def linear_is_cheap(expression: Expression) -> bool:
     """Whether `place_linear` keeps the factored form."""
-    if not expression.is_view or expression.tensor.ndim != 2:
-        return False
+    return expression.tensor.ndim == 2 and _layout(expression) is not None
+
+
+def _layout(expression: Expression) -> Literal["rows", "columns"] | None:
+    """Whether a matrix lies in its parameter row by row or column by column, without gaps; None if it does neither."""
+    if not expression.is_view:
+        return None
     rows, columns = expression.tensor.shape
     down, across = expression.tensor.stride()
-    plain = (across == 1 or columns == 1) and (down == columns or rows == 1)
-    return plain or ((down == 1 or rows == 1) and (across == rows or columns == 1))
+    if (across == 1 or columns == 1) and (down == columns or rows == 1):
+        return "rows"
+    if (down == 1 or rows == 1) and (across == rows or columns == 1):
+        return "columns"
+    return None
 
 
 def place_built(expression: Expression, values: Tensor) -> Placed:
@@ -138,8 +143,8 @@ def _place(expression: Expression, values: Tensor, shape: list[int] | torch.Size
         return [(name, _lookup(expression.ids.expand(values.shape[0], *expression.ids.shape), values))]
     if not expression.is_view:
         return _through_autograd(expression, values)
-    # Elements that the view repeats (stride 0) share one gradient: add those up, then sort what is left into the
-    # parameter's own order.
+    # Elements that the view repeats (stride 0) share one gradient: add those up, then bring the other dimensions into the
+    # order that they have in the parameter.
     repeated = [d for d, (n, s) in enumerate(zip(shape, stride)) if s == 0 and n > 1]
     if repeated:
         values = values.sum([d + 1 for d in repeated], keepdim=True)

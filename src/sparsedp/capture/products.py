@@ -13,6 +13,8 @@ from torch import Tensor
 
 from sparsedp.capture.kernels import squared_rows
 
+# Elements that a temporary of the norm computation may have; larger ones are computed for some units at a time.
+TEMPORARY = 1 << 24
 # Elements of sums that are written out for their norm alone: best if they stay in the processor's cache.
 WRITTEN = 1 << 20
 # Columns whose products are added up in float32: beyond, small ones would be lost beside large ones that cancel later.
@@ -20,6 +22,7 @@ BLOCK = 128
 
 
 def chunks(units: int, elements_per_unit: int, temporary: int) -> Iterator[slice]:
+    """Units that are worked on at a time: as many as `temporary` elements allow, and at least one."""
     size = max(1, temporary // max(1, elements_per_unit))
     for start in range(0, units, size):
         yield slice(start, min(units, start + size))

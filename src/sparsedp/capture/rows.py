@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture import kernels
-from sparsedp.capture.uses import Lookup, ParameterUses, RowNorms, merge_lookups, slack
+from sparsedp.capture.uses import Lookup, ParameterUses, RowNorms, slack
 from sparsedp.threads import on_all_cores, split
 
 
@@ -48,7 +48,7 @@ class RowSpace:
         return {name: rows[begin:end] - start for name, start, (begin, end) in zip(self.names, self.starts, edges)}
 
     def edges(self, rows: Tensor) -> list[tuple[int, int]]:
-        """For each table the part of ascending global rows that is its own: where it begins and ends."""
+        """Where the rows of each table begin and end among ascending global rows."""
         return list(pairwise(np.searchsorted(rows.cpu().numpy(), (*self.starts, self.size)).tolist()))
 
     def join(self, rows: Mapping[str, Tensor]) -> Tensor:
@@ -75,11 +75,15 @@ class TouchedRows:
             if name in uses and uses[name].whole:
                 self.whole.append(name)
             elif name in uses:
-                (self.lookups[name],) = merge_lookups(uses[name].lookups)
-        lengths = [lookup.ids.numel() for lookup in self.lookups.values()]
+                (self.lookups[name],) = uses[name].lookups
+        lookups = list(self.lookups.values())
+        # Whether each unit looks up one row of every table, or none.
+        self._one_row_each = owners is None and all(lookup.one_each for lookup in lookups)
+        lengths = [lookup.ids.numel() for lookup in lookups]
         self._firsts = dict(zip(self.lookups, (0, *accumulate(lengths))))
         self._count = sum(lengths)
-        ids = torch.cat([lookup.ids for lookup in self.lookups.values()] or [torch.empty(0, dtype=torch.long)])
+        every = [lookup.ids for lookup in lookups] or [torch.empty(0, dtype=torch.long)]
+        ids = every[0] if len(every) == 1 else torch.cat(every)
         starts = dict(zip(space.names, space.starts))
         shifts = [starts[name] for name in self.lookups]
         keys = ids + _repeated(shifts, lengths, ids) if any(shifts) else ids
@@ -97,15 +101,10 @@ class TouchedRows:
         unit = torch.cat([lookup.units for lookup in self.lookups.values()])[self.order]
         if self._owners is not None:
             unit = self._owners[unit]
-        if self._once:
+        if self._one_row_each:
             return _ByUnit(unit, row, self.order, None)
         keys, begin, order = kernels.group(row * self.units + unit)
         return _ByUnit(keys % self.units, keys // self.units, self.order[order], begin)
-
-    @property
-    def _once(self) -> bool:
-        """Whether each unit looks up one row of every table, or none."""
-        return self._owners is None and all(lookup.one_each for lookup in self.lookups.values())
 
     def pairs(self) -> tuple[Tensor, Tensor]:
         """The distinct (unit, index into `rows`) pairs: two tensors of equal length."""
@@ -128,12 +127,12 @@ class TouchedRows:
         lengths = [end - begin for begin, end in self._edges.values()]
         return (at - _repeated(firsts, lengths, at)).clamp_min_(-1)
 
-    def squared_norms(self, slots: Tensor | None, known: RowNorms) -> LookupNorms | None:
+    def squared_norms(self, slots: Tensor | None, row_norms: RowNorms) -> LookupNorms | None:
         """For the tables that are used by lookups alone; None if there are none."""
         if not self.lookups:
             return None
-        if not self._once:
-            return self._added_norms(slots, known)
+        if not self._one_row_each:
+            return self._added_norms(slots, row_norms)
         every = kernels.squared_rows_of_each([lookup.grad for lookup in self.lookups.values()])
         if slots is None and self._used is None:
             return LookupNorms(list(self.lookups), every, every)
@@ -162,10 +161,10 @@ class TouchedRows:
                 )
         on_all_cores(lambda piece: kernels.add_rows(*piece), pieces)
 
-    def _added_norms(self, slots: Tensor | None, known: RowNorms) -> LookupNorms:
+    def _added_norms(self, slots: Tensor | None, row_norms: RowNorms) -> LookupNorms:
         """As `ParameterUses.squared_norms`, for all tables at once.
 
-        What a unit adds to a row is added up first; where that is one position, its norm is known.
+        What a unit adds to a row is added up first, unless it is one position: then its norm is that of the position.
         """
         lookups, tables = list(self.lookups.values()), len(self.lookups)
         unit, row, at, begin = self._by_unit
@@ -174,7 +173,7 @@ class TouchedRows:
         key = kernels.numbered(begin)
         lengths = [end - first for first, end in (self._edges[name] for name in self.lookups)]
         table = kernels.repeated(torch.arange(tables, device=at.device), row.new_tensor(lengths))[row]
-        single = torch.cat([lookup.squares(known) for lookup in lookups])[at]
+        single = torch.cat([lookup.squares(row_norms) for lookup in lookups])[at]
         square = single[begin[:-1]]
         several = (sizes > 1).nonzero().squeeze(1)
         pieces = []

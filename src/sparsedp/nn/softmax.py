@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from sparsedp.capture.softmax import CHUNK, SoftmaxLoss, checked_targets
+from sparsedp.capture.uses import SoftmaxLoss, checked_targets
+from sparsedp.capture.uses.logit_gradients import CHUNK
 
 
 def table_softmax_loss(hidden: Tensor, weight: Tensor, target: Tensor, ignore: int = 0) -> Tensor:

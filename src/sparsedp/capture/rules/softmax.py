@@ -10,8 +10,8 @@ from torch import Tensor
 from sparsedp.capture.capture import Capture
 from sparsedp.capture.expressions import Placed
 from sparsedp.capture.rules.registry import bind, rule
-from sparsedp.capture.softmax import Passed, Softmax, SoftmaxLoss, checked_targets
 from sparsedp.capture.tracking import UnitAxis
+from sparsedp.capture.uses import Passed, Softmax, SoftmaxLoss, checked_targets
 
 
 def _mark(weight: Tensor) -> float:
