@@ -66,9 +66,9 @@ class PrivacyPlan:
             raise UnsupportedError(
                 "frequencies together with a stream, or with a mechanism that counts the data itself, is not available."
             )
-        if self.stream is None and self.mechanism.frequencies != "all":
+        if self.stream is None and self.mechanism.counted_data != "all":
             raise UnsupportedError(
-                f"frequencies={self.mechanism.frequencies!r} needs data in periods: give make_private a "
+                f"frequencies={self.mechanism.counted_data!r} needs data in periods: give make_private a "
                 "stream=sparsedp.Stream(periods, composition=...), or use frequencies='all'."
             )
 
@@ -102,7 +102,7 @@ class PrivacyPlan:
 
     def setup_scope(self, span: int | None) -> int | None:
         """The span whose data the mechanism counts when training comes to `span`; None: all data."""
-        return {"all": None, "first": 0, "running": span}[self.mechanism.frequencies]
+        return {"all": None, "first": 0, "running": span}[self.mechanism.counted_data]
 
     def examples_counted(self, scope: int | None) -> int:
         """How many examples one unit may have among those that are counted together.

@@ -22,7 +22,6 @@ from sparsedp.capture import Capture, RowSpace
 from sparsedp.contribution import Contribution
 from sparsedp.counting import count_rows, count_touches, glances
 from sparsedp.errors import UnsupportedError
-from sparsedp.mechanisms import AdaFEST
 from sparsedp.mechanisms.expectation import RowCounts
 from sparsedp.nn.fallback import kept_for_now
 from sparsedp.noise import RandomKey
@@ -302,16 +301,18 @@ def predict(plan: PrivacyPlan, look: Look) -> Prediction:
 
 
 def find_threshold(plan: PrivacyPlan, look: Look, gradient_size: float) -> float:
-    """AdaFEST's smallest threshold, from 0 and to four digits, whose predicted gradient size is within the given one."""
+    """The mechanism's smallest threshold, from 0 and to four digits, with which the predicted gradient size is within the given.
+
+    That is AdaFEST's `threshold`, or the setting that another mechanism names as its `threshold_setting`.
+    """
     mechanism = plan.mechanism
-    if not isinstance(mechanism, AdaFEST):
-        raise UnsupportedError(f"Mechanism {mechanism.name!r} has no threshold; only AdaFEST has one.")
+    if mechanism.threshold_setting is None:
+        raise UnsupportedError(f"Mechanism {mechanism.name!r} has no threshold (threshold_setting); AdaFEST has one.")
     if not gradient_size > 0:
         raise ValueError(f"gradient_size must be positive, not {gradient_size}")
 
     def fits(threshold: float) -> bool:
-        changed = replace(plan, mechanism=replace(mechanism, threshold=threshold))
-        return predict(changed, look).gradient_size <= gradient_size
+        return predict(with_threshold(plan, threshold), look).gradient_size <= gradient_size
 
     low, high = 0.0, 1.0
     if fits(low):
@@ -323,6 +324,13 @@ def find_threshold(plan: PrivacyPlan, look: Look, gradient_size: float) -> float
         low, high = (low, middle) if fits(middle) else (middle, high)
     digits = 3 - math.floor(math.log10(high))
     return math.ceil(high * 10**digits) / 10**digits  # upwards: the size shrinks as the threshold grows
+
+
+def with_threshold(plan: PrivacyPlan, threshold: float) -> PrivacyPlan:
+    """The plan with another value of the setting that the mechanism names as its `threshold_setting`."""
+    setting = plan.mechanism.threshold_setting
+    assert setting is not None
+    return replace(plan, mechanism=replace(plan.mechanism, **{setting: threshold}))  # type: ignore[type-var]
 
 
 _EXPECTED = ("rows_touched", "rows_selected", "rows_false", "touches", "touches_kept")
