@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 
 from sparsedp.capture import Capture, Captured, RowSpace
 from sparsedp.contribution import Contribution
-from sparsedp.nn.fallback import real_ids
+from sparsedp.fallback import real_ids
 from sparsedp.sampling import BatchInfo, PrivateLoader, owners_of, whole_users
 
 _CHUNK = 8192  # examples looked at together

@@ -20,9 +20,9 @@ from sparsedp.capture import Capture, Draws, PublicInputs
 from sparsedp.check import CheckReport
 from sparsedp.clipping import Clipping, Style
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
+from sparsedp.fallback import fallback_tables
 from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import DPSGD, Mechanism
-from sparsedp.nn.fallback import has_fallback
 from sparsedp.noise import GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import LossReduction, PrivacyPlan, Unit, default_delta, require_delta
@@ -323,7 +323,7 @@ class PrivacyEngine:
         if (counts is None) != (units is None):
             raise ValueError("counts and units go together: of `units` units, counts[table][row] touch the row")
         if counts is not None and units is not None:
-            if self.plan.mechanism.prepares and has_fallback(module):
+            if self.plan.mechanism.prepares and fallback_tables(module):
                 raise UnsupportedError("Counts cannot tell how many units will use a fallback row: look at the data.")
             return look_at_counts(self.plan, tables, counts, units)
         assert self._capture is not None

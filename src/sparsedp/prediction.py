@@ -22,8 +22,8 @@ from sparsedp.capture import Capture, RowSpace
 from sparsedp.contribution import Contribution
 from sparsedp.counting import count_rows, count_touches, glances
 from sparsedp.errors import UnsupportedError
+from sparsedp.fallback import selection_kept
 from sparsedp.mechanisms.expectation import RowCounts
-from sparsedp.nn.fallback import kept_for_now
 from sparsedp.noise import RandomKey
 from sparsedp.plan import PrivacyPlan
 from sparsedp.preparation import CountScope, Prepared, decide
@@ -178,7 +178,7 @@ def look_at_data(
         if wanted < len(indices):  # the same sample each time, for nothing of it is released
             indices = indices[RandomKey.from_seed(0).generator().choice(len(indices), wanted)]
         seen += len(indices)
-        with kept_for_now(module, selection or {}) as chosen:
+        with selection_kept(module, selection or {}) as chosen:
             within = None if selection is None else space.join(chosen)
             # No more at a time than a step takes: nobody said that there is memory for a larger forward pass.
             chunk = max(1, round(loader.expected_examples))

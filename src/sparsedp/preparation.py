@@ -15,8 +15,8 @@ from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Capture, RowSpace
 from sparsedp.counting import count_rows, glances
 from sparsedp.errors import SparseDPError
+from sparsedp.fallback import keep_selection
 from sparsedp.frequencies import count_lookups
-from sparsedp.nn.fallback import keep_selection
 from sparsedp.noise import PREPARATION, RandomKey
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import PrivateLoader
