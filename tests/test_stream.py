@@ -36,7 +36,7 @@ from sparsedp.data import generated_click_log, write_click_log
 from sparsedp.mechanisms import Mechanism, Step
 from sparsedp.noise import RandomKey
 from sparsedp.plan import PrivacyPlan
-from sparsedp.sampling import draws, private_loader
+from sparsedp.sampling import PrivateLoader, draws
 from support import Clicks, clicks, loader_of, make_private, train
 
 KEY = RandomKey.from_seed(3)
@@ -157,7 +157,7 @@ def test_what_does_not_fit_the_data_is_refused() -> None:
 
 def loader(poisson: bool = True, limit: int | None = None, **options: Any) -> Any:
     numbers = loader_of(torch.arange(sum(SIZES)), batch_size=BATCH, **options)
-    return private_loader(numbers, key=KEY, poisson=poisson, max_physical_batch=limit, stream=stream())
+    return PrivateLoader(numbers, key=KEY, poisson=poisson, max_physical_batch=limit, stream=stream())
 
 
 def batches(private: Any, epochs: int = 1) -> list[tuple[int, int, list[int]]]:

@@ -32,7 +32,7 @@ from sparsedp.grid import grid_of
 from sparsedp.noise import RandomKey, zero_others
 from sparsedp.plan import PrivacyPlan, default_delta
 from sparsedp.prediction import predict
-from sparsedp.sampling import BatchInfo, PrivateLoader, Users, private_loader
+from sparsedp.sampling import BatchInfo, PrivateLoader, Users
 from sparsedp.tables import find_tables
 from support import Apply, Clicks, Gradients, capture_uses, clicks, dense, make_private, one_by_one, unit_loss
 from test_capture import CASES
@@ -440,7 +440,7 @@ def numbered(
     key: RandomKey = KEY, **options: Any,
 ) -> PrivateLoader:  # fmt: skip
     data = Numbered()
-    return private_loader(
+    return PrivateLoader(
         DataLoader(data, batch_size=batch_size, shuffle=shuffle, **options), key=key, poisson=poisson,
         max_physical_batch=most, users=Users.of(data.users, len(data), limit),
     )  # fmt: skip
@@ -864,7 +864,10 @@ def test_settings_that_do_not_go_together() -> None:
     for most in (0, -1, 1.5, True, "3"):
         refused("max_examples_per_user must be a whole number", max_examples_per_user=most)
     with pytest.raises(UnsupportedError, match="max_examples_per_user"):
-        PrivacyPlan(10, 2, True, True, 1.0, Clipping(1.0), sparsedp.DPSGD(), (), max_examples_per_user=2)
+        PrivacyPlan(
+            dataset_size=10, batch_size=2, shuffled=True, noise_multiplier=1.0, clipping=Clipping(1.0), parameters=(),
+            max_examples_per_user=2,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(
