@@ -150,7 +150,7 @@ def read_settings(
 ) -> tuple[PrivacySettings, ExecutionSettings]:
     """Keywords as settings; mechanism=None stands for the default. `function` is who takes them, for an error."""
     values: dict[str, Any] = {**given}
-    names = [setting.name for setting in _all_settings()]
+    names = setting_names()
     for name in values:
         if name not in names:
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{suggestion(name, names)}")
@@ -180,6 +180,10 @@ def takes_settings(function: Function) -> Function:
     meanings = [inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[2] for kind in _KINDS]
     function.__doc__ = "\n\n".join([inspect.cleandoc(function.__doc__ or ""), "\n".join(meanings)])
     return function
+
+
+def setting_names() -> list[str]:
+    return [setting.name for setting in _all_settings()]
 
 
 _KINDS = (PrivacySettings, ExecutionSettings)

@@ -126,6 +126,11 @@ def make_statement(
     if plan.public_inputs:
         named = ", ".join(plan.public_inputs)
         assumptions.append(f"These inputs do not depend on who is in a batch, as was declared: {named}.")
+    if plan.mechanism.origin is not None:
+        assumptions.append(
+            f"A step costs what the mechanism '{plan.mechanism.name}' says: it is defined in {plan.mechanism.origin}, which is "
+            "no part of SparseDP."
+        )
     assumptions += plan.mechanism.assumptions
     not_covered = [
         "Choices made by looking at private data: hyper-parameters, vocabularies, early stopping.",

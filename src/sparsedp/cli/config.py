@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal
 
@@ -10,7 +11,7 @@ import torch
 from sparsedp.accounting import accountant_names
 from sparsedp.cli.schema import Address, OneOf, Range, SchemaError, suggestion
 from sparsedp.cli.trust import Code
-from sparsedp.errors import SparseDPError, UnsupportedError
+from sparsedp.errors import ConfigError, SparseDPError, UnsupportedError
 from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
 from sparsedp.plan import require_delta
@@ -272,19 +273,56 @@ class PrivacyConfig:
                 require_delta(self.target_delta, None, self.allow_large_delta)
             except UnsupportedError as error:
                 raise SchemaError("target_delta", str(error)) from None
-        self.make_mechanism()  # what it refuses is refused before any data is read
+        if (
+            not self.addresses()
+        ):  # what it refuses is refused before any data is read; of code of the user's own, later
+            self.make_mechanism(Code())
 
     def make_release(self) -> FrequencyRelease | None:
         given = self.frequencies
         return None if given is None else FrequencyRelease(given.epsilon, given.delta, given.clip)
 
-    def make_mechanism(self) -> Mechanism:
+    def make_mechanism(self, code: Code) -> Mechanism:
+        """By its name, or by the address of a class of the user's own, which is found where `code` may come from."""
         if "name" not in self.mechanism:
             raise SchemaError("mechanism", "the key 'name' is missing, as in {name: adafest, threshold: 10.0}")
+        names = {key: _mechanism_at(code, address, f"privacy.{key}") for key, address in self.addresses().items()}
         try:
-            return mechanism_from_dict(self.mechanism)
+            return mechanism_from_dict(_renamed(self.mechanism, names))
         except (TypeError, ValueError, SparseDPError) as error:
-            raise SchemaError("mechanism", str(error)) from None
+            raise SchemaError("privacy.mechanism" if names else "mechanism", str(error)) from None
+
+    def addresses(self) -> dict[str, str]:
+        """The keys that name mechanisms of the user's own, and what they name."""
+        named = dict(_names(self.mechanism, "mechanism"))
+        return {key: address for key, address in named.items() if isinstance(address, str) and ":" in address}
+
+
+def _names(mechanism: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """The keys of a mechanism's name, and of those of mechanisms among its settings, and what stands there."""
+    for key, value in mechanism.items():
+        if key == "name":
+            yield f"{path}.name", value
+        elif isinstance(value, Mapping):
+            yield from _names(value, f"{path}.{key}")
+
+
+def _renamed(mechanism: Mapping[str, Any], names: Mapping[str, str], path: str = "mechanism") -> dict[str, Any]:
+    """With the registered names in place of addresses."""
+    return {
+        key: _renamed(value, names, f"{path}.{key}")
+        if isinstance(value, Mapping)
+        else names.get(f"{path}.{key}", value)
+        for key, value in mechanism.items()
+    }
+
+
+def _mechanism_at(code: Code, address: str, key: str) -> str:
+    """The name that the mechanism at "package.module:name" is registered by."""
+    found = code.find(address, key)
+    if not (isinstance(found, type) and issubclass(found, Mechanism) and "name" in vars(found)):
+        raise ConfigError(f"{key}: {address} is no sparsedp.Mechanism with a name of its own")
+    return found.name
 
 
 @dataclass(frozen=True)
@@ -348,7 +386,11 @@ class Config:
     def addresses(self) -> dict[str, str]:
         """The keys that name code of the user's own, and what they name."""
         named = {"data.kind": self.data.kind, "model.kind": self.model.kind, "loss": self.loss}
-        return {key: address for key, address in named.items() if ":" in address}
+        mechanisms = {f"privacy.{key}": address for key, address in self.privacy.addresses().items()}
+        return {key: address for key, address in named.items() if ":" in address} | mechanisms
+
+    def make_mechanism(self) -> Mechanism:
+        return self.privacy.make_mechanism(self.code)
 
     def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key != "code"}

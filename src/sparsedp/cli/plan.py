@@ -120,7 +120,7 @@ def plan_report(
     Rows are predicted from public `counts`, or else from the data. A wish for a `gradient_size`, or for a `reduction`
     against the dense one, is answered with the mechanism's threshold.
     """
-    mechanism = config.privacy.make_mechanism()
+    mechanism = config.make_mechanism()
     if not (gradient_size is None and reduction is None) and mechanism.threshold_setting is None:
         raise ConfigError(
             f"--gradient-size and --reduction look for AdaFEST's threshold; privacy.mechanism is {mechanism.name!r}"

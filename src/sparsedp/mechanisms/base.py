@@ -93,6 +93,12 @@ class Mechanism(ABC):
         return ()
 
     @property
+    def origin(self) -> str | None:
+        """The module that defines a mechanism which is no part of SparseDP; None for one that is."""
+        module = type(self).__module__
+        return None if module.partition(".")[0] == "sparsedp" else module
+
+    @property
     def counted_data(self) -> CountedData:
         """Which data of a stream `prepare` counts."""
         return "all"
