@@ -277,7 +277,7 @@ def test_train_and_resume(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     models = [torch.load(f"{run}/release/model.pt", weights_only=True) for run in ("run", "stopped")]
     assert_same(*models)
     assert main(["evaluate", "run", "--quiet"]) == 0  # which needs no mechanism
-    assert main(["export", "run", "--to", "exported"]) == 0
+    assert main(["export", "run", "--to", "exported", "--without-guarantee"]) == 0
 
 
 def test_users_on_the_command_line(folder: Path) -> None:
