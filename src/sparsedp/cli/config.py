@@ -273,9 +273,7 @@ class PrivacyConfig:
                 require_delta(self.target_delta, None, self.allow_large_delta)
             except UnsupportedError as error:
                 raise SchemaError("target_delta", str(error)) from None
-        if (
-            not self.addresses()
-        ):  # what it refuses is refused before any data is read; of code of the user's own, later
+        if not self.addresses():  # what it refuses is refused before any data is read; of code of the user's own, later
             self.make_mechanism(Code())
 
     def make_release(self) -> FrequencyRelease | None:
