@@ -318,7 +318,7 @@ class PrivacyEngine:
         same law.
         """
         module, optimizer, loader = self._parts()
-        optimizer.require_whole()
+        optimizer.require_fully_loaded()
         self._lineage.add(self.ledger)
         checkpoint.save(path, checkpoint.State(
             plan=self.plan, lineage=self._lineage, model=module.state_dict(), optimizer=optimizer.named_state_dict(),

@@ -274,17 +274,19 @@ class PrivacyConfig:
             except UnsupportedError as error:
                 raise SchemaError("target_delta", str(error)) from None
         if not self.addresses():  # what it refuses is refused before any data is read; of code of the user's own, later
-            self.make_mechanism(Code())
+            self.make_mechanism()
 
     def make_release(self) -> FrequencyRelease | None:
         given = self.frequencies
         return None if given is None else FrequencyRelease(given.epsilon, given.delta, given.clip)
 
-    def make_mechanism(self, code: Code) -> Mechanism:
+    def make_mechanism(self, code: Code | None = None) -> Mechanism:
         """By its name, or by the address of a class of the user's own, which is found where `code` may come from."""
         if "name" not in self.mechanism:
             raise SchemaError("mechanism", "the key 'name' is missing, as in {name: adafest, threshold: 10.0}")
-        names = {key: _mechanism_at(code, address, f"privacy.{key}") for key, address in self.addresses().items()}
+        names = {
+            key: _mechanism_at(code or Code(), address, f"privacy.{key}") for key, address in self.addresses().items()
+        }
         try:
             return mechanism_from_dict(_renamed(self.mechanism, names))
         except (TypeError, ValueError, SparseDPError) as error:
