@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Annotated, Any, Literal
 
 import torch
 
 from sparsedp.accounting import accountant_names
+from sparsedp.cli.mechanism import mechanism_addresses, with_registered_names
 from sparsedp.cli.schema import Address, OneOf, Range, SchemaError, suggestion
 from sparsedp.cli.trust import Code
-from sparsedp.errors import ConfigError, SparseDPError, UnsupportedError
+from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
 from sparsedp.plan import require_delta
@@ -273,56 +273,22 @@ class PrivacyConfig:
                 require_delta(self.target_delta, None, self.allow_large_delta)
             except UnsupportedError as error:
                 raise SchemaError("target_delta", str(error)) from None
-        if not self.addresses():  # what it refuses is refused before any data is read; of code of the user's own, later
-            self.make_mechanism()
+        if not mechanism_addresses(self.mechanism, "mechanism"):  # others are made when their code may be loaded
+            self.make_mechanism()  # what it refuses is refused before any data is read
 
     def make_release(self) -> FrequencyRelease | None:
         given = self.frequencies
         return None if given is None else FrequencyRelease(given.epsilon, given.delta, given.clip)
 
     def make_mechanism(self, code: Code | None = None) -> Mechanism:
-        """By its name, or by the address of a class of the user's own, which is found where `code` may come from."""
+        """`code` says where a mechanism of the user's own may come from; without it, only registered ones are known."""
         if "name" not in self.mechanism:
             raise SchemaError("mechanism", "the key 'name' is missing, as in {name: adafest, threshold: 10.0}")
-        names = {
-            key: _mechanism_at(code or Code(), address, f"privacy.{key}") for key, address in self.addresses().items()
-        }
+        values = with_registered_names(self.mechanism, "privacy.mechanism", code or Code())
         try:
-            return mechanism_from_dict(_renamed(self.mechanism, names))
+            return mechanism_from_dict(values)
         except (TypeError, ValueError, SparseDPError) as error:
-            raise SchemaError("privacy.mechanism" if names else "mechanism", str(error)) from None
-
-    def addresses(self) -> dict[str, str]:
-        """The keys that name mechanisms of the user's own, and what they name."""
-        named = dict(_names(self.mechanism, "mechanism"))
-        return {key: address for key, address in named.items() if isinstance(address, str) and ":" in address}
-
-
-def _names(mechanism: Mapping[str, Any], path: str) -> Iterator[tuple[str, Any]]:
-    """The keys of a mechanism's name, and of those of mechanisms among its settings, and what stands there."""
-    for key, value in mechanism.items():
-        if key == "name":
-            yield f"{path}.name", value
-        elif isinstance(value, Mapping):
-            yield from _names(value, f"{path}.{key}")
-
-
-def _renamed(mechanism: Mapping[str, Any], names: Mapping[str, str], path: str = "mechanism") -> dict[str, Any]:
-    """With the registered names in place of addresses."""
-    return {
-        key: _renamed(value, names, f"{path}.{key}")
-        if isinstance(value, Mapping)
-        else names.get(f"{path}.{key}", value)
-        for key, value in mechanism.items()
-    }
-
-
-def _mechanism_at(code: Code, address: str, key: str) -> str:
-    """The name that the mechanism at "package.module:name" is registered by."""
-    found = code.find(address, key)
-    if not (isinstance(found, type) and issubclass(found, Mechanism) and "name" in vars(found)):
-        raise ConfigError(f"{key}: {address} is no sparsedp.Mechanism with a name of its own")
-    return found.name
+            raise SchemaError("mechanism" if code is None else "privacy.mechanism", str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -386,7 +352,7 @@ class Config:
     def addresses(self) -> dict[str, str]:
         """The keys that name code of the user's own, and what they name."""
         named = {"data.kind": self.data.kind, "model.kind": self.model.kind, "loss": self.loss}
-        mechanisms = {f"privacy.{key}": address for key, address in self.privacy.addresses().items()}
+        mechanisms = mechanism_addresses(self.privacy.mechanism, "privacy.mechanism")
         return {key: address for key, address in named.items() if ":" in address} | mechanisms
 
     def make_mechanism(self) -> Mechanism:
