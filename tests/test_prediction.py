@@ -311,8 +311,8 @@ def test_groups_are_few_however_many_rows_there_are() -> None:
     generator = np.random.default_rng(0)
     counts = np.bincount(generator.zipf(1.2, 1_000_000) % rows, minlength=rows)
     contributions = counts * generator.uniform(0.2, 0.25, rows)
-    seen = prediction._Seen(1_000_000, {"t": counts}, {"t": contributions}, None)
-    groups = prediction._grouped(seen, "t", whole=True)
+    counted = prediction._SpanCounts(1_000_000, {"t": counts}, {"t": contributions}, None)
+    groups = prediction._grouped(counted, "t", integral=True)
     assert len(groups.rows) < 20_000 and groups.rows.sum() == rows
     assert groups.rows @ groups.counts == pytest.approx(counts.sum(), rel=1e-3)
     assert groups.rows @ (groups.counts * groups.weights) == pytest.approx(contributions.sum(), rel=1e-3)

@@ -25,7 +25,7 @@ from sparsedp.grid import grid_of
 from sparsedp.mechanisms import Mechanism
 from sparsedp.nn import CandidateSampler
 from sparsedp.noise import RandomKey
-from sparsedp.sampling import private_loader
+from sparsedp.sampling import PrivateLoader
 from sparsedp.sampling.workers import torch_generator
 from support import Clicks, clicks, make_private
 
@@ -344,7 +344,7 @@ def augmented(key: RandomKey, workers: int = 0, **options: Any) -> Any:
     torch.manual_seed(0)
     np.random.seed(0)
     random.seed(0)
-    return private_loader(DataLoader(Augmented(), batch_size=8, num_workers=workers, **options), key=key)
+    return PrivateLoader(DataLoader(Augmented(), batch_size=8, num_workers=workers, **options), key=key)
 
 
 def columns(loader: Any) -> np.ndarray:
@@ -407,7 +407,7 @@ def test_a_resumed_pass_draws_the_same(limit: int | None) -> None:
 
 
 def _limited(limit: int | None) -> Any:
-    return private_loader(DataLoader(Augmented(), batch_size=8), key=RandomKey.from_seed(3), max_physical_batch=limit)
+    return PrivateLoader(DataLoader(Augmented(), batch_size=8), key=RandomKey.from_seed(3), max_physical_batch=limit)
 
 
 @pytest.mark.parametrize("workers", [0, 1])

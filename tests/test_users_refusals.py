@@ -37,7 +37,10 @@ def test_settings_that_do_not_go_together() -> None:
     for most in (0, -1, 1.5, True, "3"):
         refused("max_examples_per_user must be a whole number", max_examples_per_user=most)
     with pytest.raises(UnsupportedError, match="max_examples_per_user"):
-        PrivacyPlan(10, 2, True, True, 1.0, Clipping(1.0), sparsedp.DPSGD(), (), max_examples_per_user=2)
+        PrivacyPlan(
+            dataset_size=10, batch_size=2, shuffled=True, noise_multiplier=1.0, clipping=Clipping(1.0), parameters=(),
+            max_examples_per_user=2,
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.speed.steps import Workload
 from sparsedp.capture import Capture, Captured, RowNorms
-from sparsedp.mechanisms import AdaFEST, Mechanism
+from sparsedp.mechanisms import Mechanism
 from sparsedp.sampling import BatchInfo
 
 FLOAT, ID = 4, 8  # bytes
@@ -267,14 +267,15 @@ def private_stages(counted: Counted, mechanism: Mechanism, selected: Mapping[str
     of_rows = _by_width((widths[name], count) for name, count in rows.items())
     elements = _elements(of_rows)
     stages = dict(counted.stages)
-    drawn = dense if mechanism.lazy else dense + elements
+    drawn = dense if mechanism.noise_waits else dense + elements
     stages["noise"] = Work(normals=drawn, streamed=FLOAT * drawn)
     stages["update"] = _dense_update(dense) + Work(scattered=of_rows, streamed=FLOAT * elements)
     if mechanism.selects:
         ids = sum(reading.ids for reading in counted.readings.values())
-        noisy = counted.touched if isinstance(mechanism, AdaFEST) else 0
+        # A map of contributions has noise on every touched row.
+        noisy = counted.touched if mechanism.contribution_clip is not None else 0
         stages["selection"] = Work(streamed=ID * ids, normals=noisy)
-    if mechanism.lazy:
+    if mechanism.noise_waits:
         stages["settling"] = Work(scattered=of_rows, normals=elements)
     return stages
 

@@ -259,7 +259,7 @@ class _Trial:
         broken: list[str] = []
 
         def watch(name: str) -> Callable[[nn.Module, Any, Any], None]:
-            def look(module: nn.Module, args: Any, output: Any) -> None:
+            def note_nan(module: nn.Module, args: Any, output: Any) -> None:
                 def note(tensor: Tensor) -> Tensor:
                     if tensor.is_floating_point() and tensor.isnan().any():
                         broken.append(name or type(module).__name__)
@@ -267,7 +267,7 @@ class _Trial:
 
                 _map(output, note)
 
-            return look
+            return note_nan
 
         handles = [module.register_forward_hook(watch(name)) for name, module in self._module.named_modules()]
         try:

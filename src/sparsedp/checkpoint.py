@@ -225,7 +225,7 @@ def restore(
             f"The checkpoint's ledger has {saved.composition} composition, this run {ledger.composition}."
         )
     before, position = _shared(optimizer.state_dict()), loader.state_dict()
-    old = {parameter: dict(own) for parameter, own in optimizer.state.items() if isinstance(own, dict)}
+    old = {parameter: dict(values) for parameter, values in optimizer.state.items() if isinstance(values, dict)}
     try:
         optimizer.load_named_state_dict(state.optimizer)
         loader.load_state_dict(state.loader)
@@ -295,29 +295,29 @@ def _make_room(state: Any, old: dict[Any, dict[str, Any]]) -> list[tuple[torch.T
     return copies
 
 
-def _fits(own: Any, loaded: torch.Tensor) -> bool:
-    if not isinstance(own, torch.Tensor) or own.layout != torch.strided or not own.is_contiguous():
+def _fits(before: Any, loaded: torch.Tensor) -> bool:
+    if not isinstance(before, torch.Tensor) or before.layout != torch.strided or not before.is_contiguous():
         return False
-    return (own.shape, own.dtype, own.device) == (loaded.shape, loaded.dtype, loaded.device)
+    return (before.shape, before.dtype, before.device) == (loaded.shape, loaded.dtype, loaded.device)
 
 
 def _load_model(saved: dict[str, Any], module: nn.Module) -> None:
     """`module.load_state_dict`, with the module's hooks, after what is large has been copied."""
-    for name, own in module.state_dict().items():
+    for name, target in module.state_dict().items():
         if not isinstance(saved[name], torch.Tensor):
             saved[name] = copy.deepcopy(saved[name])
-        elif own.layout == torch.strided and own.is_contiguous() and saved[name].nbytes > PIECE:
-            copy_mapped(own, saved[name])
-            saved[name] = own  # to copy a tensor to itself takes torch no time
+        elif target.layout == torch.strided and target.is_contiguous() and saved[name].nbytes > PIECE:
+            copy_mapped(target, saved[name])
+            saved[name] = target  # to copy a tensor to itself takes torch no time
     module.load_state_dict(saved)
 
 
 def _check_model(saved: dict[str, Any], module: nn.Module) -> None:
-    own = module.state_dict()
-    if saved.keys() != own.keys():
-        different = ", ".join(sorted(saved.keys() ^ own.keys())[:5])
+    present = module.state_dict()
+    if saved.keys() != present.keys():
+        different = ", ".join(sorted(saved.keys() ^ present.keys())[:5])
         raise CheckpointError(f"The checkpoint's model has other parameters or buffers: {different}.")
-    for name, value in own.items():
+    for name, value in present.items():
         if isinstance(value, torch.Tensor) != isinstance(saved[name], torch.Tensor):
             raise CheckpointError(f"'{name}' is {type(saved[name]).__name__} there and {type(value).__name__} here.")
         if isinstance(value, torch.Tensor) and value.shape != saved[name].shape:

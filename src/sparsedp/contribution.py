@@ -83,11 +83,11 @@ def touched_pairs(captured: Captured, space: RowSpace) -> tuple[Tensor, Tensor, 
 
 
 def warn_of_whole_tables(batch: Sequence[Captured], space: RowSpace, consequence: str) -> None:
-    whole = sorted({name for captured in batch for name in captured.touched(space).whole})
-    if whole:
+    used_in_full = sorted({name for captured in batch for name in captured.touched(space).whole})
+    if used_in_full:
         warnings.warn(
-            f"Table {', '.join(map(repr, whole))} is used whole (a softmax over the vocabulary?), so {consequence}, and the "
-            "gradient is dense. Score sampled candidates instead (sparsedp.nn.candidate_scores).",
+            f"Table {', '.join(map(repr, used_in_full))} is used whole (a softmax over the vocabulary?), so {consequence}, and "
+            "the gradient is dense. Score sampled candidates instead (sparsedp.nn.candidate_scores).",
             SparseDPWarning,
             stacklevel=3,
         )

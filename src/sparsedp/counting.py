@@ -16,7 +16,7 @@ from torch.utils.data import Subset
 
 from sparsedp.capture import Capture, Captured, RowSpace
 from sparsedp.contribution import Contribution
-from sparsedp.nn.fallback import real_ids
+from sparsedp.fallback import real_ids
 from sparsedp.sampling import BatchInfo, PrivateLoader, owners_of, whole_users
 
 _CHUNK = 8192  # examples looked at together
@@ -47,7 +47,7 @@ def count_rows(
 
 
 def count_touches(
-    seen: Iterator[Captured], space: RowSpace, clip: float | None, within: Tensor | None = None
+    uses: Iterator[Captured], space: RowSpace, clip: float | None, within: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """For each global row, how many units touch it, int64, and the sum of their contributions to it, float64; (rows,).
 
@@ -59,25 +59,25 @@ def count_touches(
     eligible = torch.ones(space.size, dtype=torch.bool)
     if within is not None:
         eligible.zero_()[within] = True
-    for captured in seen:
+    for captured in uses:
         touched = captured.touched(space)
         units, at = touched.pairs()
         counts[touched.rows] += torch.bincount(at, minlength=touched.rows.numel())
         if within is not None:
             inside = eligible[touched.rows][at]
             units, at = units[inside], at[inside]
-        own = torch.bincount(units, minlength=captured.units)  # rows that each unit touches
-        whole = [
+        rows_each = torch.bincount(units, minlength=captured.units)  # that a unit touches
+        used_in_full = [
             slice(start, start + size)
             for name, start, size in zip(space.names, space.starts, space.sizes)
             if name in captured.uses and name not in touched.lookups  # every unit uses every row, as in a softmax
         ]
-        for table in whole:
+        for table in used_in_full:
             counts[table] += captured.units
-            own += eligible[table].sum()
-        shares = Contribution(clip).shares(own)
+            rows_each += eligible[table].sum()
+        shares = Contribution(clip).shares(rows_each)
         sums[touched.rows] += torch.bincount(at, shares[units], touched.rows.numel())
-        for table in whole:
+        for table in used_in_full:
             sums[table] += shares.sum() * eligible[table]
     return counts, sums
 
@@ -104,8 +104,8 @@ def glances(
         most = min(most, size)
         how: dict[str, Any] = {"batch_size": most}
         count = math.ceil(size / most)
-        own = (min(most, size - first) for first in range(0, size, most))
-        infos = (BatchInfo(n, n, True, True, 0) for n in own)
+        sizes = (min(most, size - first) for first in range(0, size, most))
+        infos = (BatchInfo(n, n, True, True, 0) for n in sizes)
     else:
         parts = list(_of_users(loader, np.arange(loader.dataset_size) if indices is None else indices, most))
         how = {"batch_sampler": (examples.tolist() for examples, _ in parts)}

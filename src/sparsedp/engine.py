@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, get_args
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,40 +17,24 @@ from sparsedp.accounting.ledger import Ledger
 from sparsedp.accounting.registry import find_accountant
 from sparsedp.capture import Capture, Draws, PublicInputs
 from sparsedp.check import CheckReport
-from sparsedp.clipping import Clipping, Style
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
-from sparsedp.frequencies import FrequencyRelease
-from sparsedp.mechanisms import DPSGD, Mechanism
-from sparsedp.nn.fallback import has_fallback
+from sparsedp.fallback import fallback_tables
 from sparsedp.noise import GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
-from sparsedp.plan import LossReduction, PrivacyPlan, Unit, default_delta, require_delta
+from sparsedp.plan import PrivacyPlan, default_delta, require_delta
 from sparsedp.prediction import Look, look_at_counts, look_at_data
 from sparsedp.preparation import Preparation
 from sparsedp.refusals import private_parameters, refuse_module, refuse_optimizer
-from sparsedp.sampling import BatchInfo, PrivateLoader, Stream, Users, private_loader, users_of
+from sparsedp.sampling import PrivateLoader
+from sparsedp.settings import ExecutionSettings, PrivacySettings, SettingsKeywords, read_settings, takes_settings
 from sparsedp.signature import read_key, sign_order
 from sparsedp.statement import PrivacyStatement, make_statement
 from sparsedp.tables import find_tables, table_specs
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _NOISE, _SAMPLING, _FORWARD, _FUNCTIONS = 0, 1, 2, 3  # the purposes that the engine's key is split into
-
-
-def _users(
-    unit: Unit, mechanism: Mechanism, loader: DataLoader, ids: Any, max_examples_per_user: int | None
-) -> Users | None:
-    """Whose each example is, if the units are users; raises for what would be ignored, or cannot be done."""
-    if unit == "example":
-        given = {"users": ids, "max_examples_per_user": max_examples_per_user}
-        for name, value in given.items():
-            if value is not None:
-                raise UnsupportedError(f"{name} is for unit='user'; with unit='example' leave it out.")
-        return None
-    if mechanism.selects and not mechanism.takes_users:
-        raise UnsupportedError(
-            f"Mechanism {mechanism.name!r} does not say that it looks at users rather than at examples (takes_users)."
-        )
-    return users_of(loader.dataset, ids, max_examples_per_user)
 
 
 class PrivacyEngine:
@@ -91,6 +74,7 @@ class PrivacyEngine:
 
     # ------------------------------------------------------------------ making things private
 
+    @takes_settings
     def make_private(
         self,
         *,
@@ -98,43 +82,18 @@ class PrivacyEngine:
         optimizer: Optimizer,
         data_loader: DataLoader,
         noise_multiplier: float,
-        max_grad_norm: float,
-        mechanism: Mechanism | None = None,
-        clipping: Style | Clipping = "flat",
-        loss_reduction: LossReduction = "mean",
-        unit: Unit = "example",
-        poisson_sampling: bool = True,
-        max_physical_batch: int | None = None,
-        stream: Stream | None = None,
-        users: Any = None,
-        max_examples_per_user: int | None = None,
-        frequencies: FrequencyRelease | None = None,
-        public_inputs: Sequence[str] = (),
+        **settings: Unpack[SettingsKeywords],
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         """The same module, and the optimizer and the loader to use from now on.
 
         The loader's batch size becomes the expected one, and the divisor of the gradient. `noise_multiplier=0`
-        clips without noise: no privacy, and the statement says so. Batches of more than `max_physical_batch`
-        examples reach the loop in parts. With a `stream` an epoch is one pass over its spans of periods, in order of time.
-
-        With `unit="user"` all examples of a user are protected together. `users` holds the user's id, a whole number, for
-        each example of the data set; None: the data set's own attribute `users`. The loader's batch size, `len(loader)`
-        and the default delta then count users. Each user that is drawn brings all of their examples, or
-        `max_examples_per_user` of them, chosen anew at random; their gradients are added up and clipped as one.
-
-        `public_inputs` names what does not depend on who is in a batch, although it is not the same for every batch or comes
-        from the loop: arguments of forward() such as "temperature", entries of a batch such as "batch['step']". Whatever else
-        a batch or forward() has without an axis of examples is refused, by its name. A Python number that the loop passes
-        to forward() counts as declared.
-
-        With `frequencies` it is planned that `release_frequencies` is called, once: a target epsilon includes its cost.
+        clips without noise: no privacy, and the statement says so. `settings` are those of `sparsedp.settings`.
         """
-        plan, loader = self._prepare(
-            module, optimizer, data_loader, noise_multiplier, max_grad_norm, mechanism, clipping, loss_reduction, unit,
-            poisson_sampling, max_physical_batch, stream, users, max_examples_per_user, frequencies, public_inputs,
-        )  # fmt: skip
+        read = read_settings(settings, "make_private")
+        plan, loader = self._prepare(module, optimizer, data_loader, noise_multiplier, *read)
         return self._install(plan, module, optimizer, loader)
 
+    @takes_settings
     def make_private_with_epsilon(
         self,
         *,
@@ -144,26 +103,13 @@ class PrivacyEngine:
         target_epsilon: float,
         target_delta: float,
         epochs: int,
-        max_grad_norm: float,
-        mechanism: Mechanism | None = None,
-        clipping: Style | Clipping = "flat",
-        loss_reduction: LossReduction = "mean",
-        unit: Unit = "example",
-        poisson_sampling: bool = True,
-        max_physical_batch: int | None = None,
-        stream: Stream | None = None,
-        users: Any = None,
-        max_examples_per_user: int | None = None,
-        frequencies: FrequencyRelease | None = None,
-        public_inputs: Sequence[str] = (),
+        **settings: Unpack[SettingsKeywords],
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         """As `make_private`, with the least noise that keeps `epochs` epochs within the target."""
         if not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"epochs must be a whole number of at least 1, not {epochs!r}")
-        plan, loader = self._prepare(
-            module, optimizer, data_loader, 1.0, max_grad_norm, mechanism, clipping, loss_reduction, unit,
-            poisson_sampling, max_physical_batch, stream, users, max_examples_per_user, frequencies, public_inputs,
-        )  # fmt: skip
+        read = read_settings(settings, "make_private_with_epsilon")
+        plan, loader = self._prepare(module, optimizer, data_loader, 1.0, *read)
         require_delta(target_delta, plan.dataset_size, self._allow_large_delta)
         plan = plan.calibrated(
             target_epsilon=target_epsilon, target_delta=target_delta, steps=epochs * loader.steps_per_epoch
@@ -172,55 +118,34 @@ class PrivacyEngine:
 
     def _prepare(
         self, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader, noise_multiplier: float,
-        max_grad_norm: float, mechanism: Mechanism | None, clipping: Style | Clipping, loss_reduction: LossReduction,
-        unit: Unit, poisson_sampling: bool, max_physical_batch: int | None, stream: Stream | None,
-        users: Any, max_examples_per_user: int | None, frequencies: FrequencyRelease | None, public_inputs: Sequence[str],
+        settings: PrivacySettings, execution: ExecutionSettings,
     ) -> tuple[PrivacyPlan, PrivateLoader]:  # fmt: skip
         """Checks everything and changes nothing."""
         if self._plan is not None:
             raise SparseDPError("This engine already trains a module. Make a new PrivacyEngine for another run.")
         if isinstance(optimizer, PrivateOptimizer):
             raise UnsupportedError("The optimizer is private already.")
-        if unit not in get_args(Unit):
-            raise UnsupportedError(f"unit={unit!r} is not available: the unit is an 'example' or a 'user'.")
-        mechanism = DPSGD() if mechanism is None else mechanism
-        if not isinstance(mechanism, Mechanism):
-            raise TypeError(f"mechanism must be a sparsedp mechanism such as sparsedp.DPSGD(), not {mechanism!r}")
-        if stream is not None and not isinstance(stream, Stream):
-            raise TypeError(f"stream must be a sparsedp.Stream, not {type(stream).__name__}")
-        if isinstance(public_inputs, str):
-            raise TypeError(f"public_inputs must be a sequence of names, such as ({public_inputs!r},)")
         refuse_module(module)
-        refuse_optimizer(optimizer, module, mechanism)
+        refuse_optimizer(optimizer, module, settings.mechanism)
         parameters = private_parameters(module, optimizer)
-        mechanism.refuse_tables(find_tables(module) & {name for name, p in parameters.items() if p.requires_grad})
-        loader = private_loader(
+        trained = {name for name, p in parameters.items() if p.requires_grad}
+        settings.mechanism.refuse_tables(find_tables(module) & trained)
+        loader = PrivateLoader(
             data_loader,
             key=self._key.child(_SAMPLING),
-            poisson=poisson_sampling,
-            max_physical_batch=max_physical_batch,
-            stream=stream,
-            users=_users(unit, mechanism, data_loader, users, max_examples_per_user),
-            public_inputs=public_inputs,
+            poisson=settings.poisson_sampling,
+            max_physical_batch=execution.max_physical_batch,
+            stream=settings.stream,
+            users=settings.users_of(data_loader.dataset),
+            public_inputs=settings.public_inputs,
         )
-        style = clipping if isinstance(clipping, Clipping) else Clipping(max_grad_norm, clipping)
-        plan = PrivacyPlan(
-            dataset_size=loader.dataset_size,
-            batch_size=loader.batch_size or 0,
-            poisson_sampling=poisson_sampling,
-            shuffled=loader.shuffled,
-            noise_multiplier=float(noise_multiplier),
-            clipping=replace(style, max_norm=float(max_grad_norm)),
-            mechanism=mechanism,
-            parameters=tuple((name, tuple(p.shape)) for name, p in parameters.items()),
+        plan = PrivacyPlan.of(
+            settings,
+            loader,
+            parameters,
+            noise_multiplier=noise_multiplier,
             accountant=self.accountant,
-            unit=unit,
-            loss_reduction=loss_reduction,
             seeded=self._key.seeded,
-            stream=None if stream is None else stream.plan(loader.span_steps),
-            max_examples_per_user=max_examples_per_user,
-            frequencies=frequencies,
-            public_inputs=tuple(public_inputs),
         )
         return plan, loader
 
@@ -323,7 +248,7 @@ class PrivacyEngine:
         if (counts is None) != (units is None):
             raise ValueError("counts and units go together: of `units` units, counts[table][row] touch the row")
         if counts is not None and units is not None:
-            if self.plan.mechanism.prepares and has_fallback(module):
+            if self.plan.mechanism.prepares and fallback_tables(module):
                 raise UnsupportedError("Counts cannot tell how many units will use a fallback row: look at the data.")
             return look_at_counts(self.plan, tables, counts, units)
         assert self._capture is not None
@@ -393,7 +318,7 @@ class PrivacyEngine:
         same law.
         """
         module, optimizer, loader = self._parts()
-        optimizer.require_whole()
+        optimizer.require_fully_loaded()
         self._lineage.add(self.ledger)
         checkpoint.save(path, checkpoint.State(
             plan=self.plan, lineage=self._lineage, model=module.state_dict(), optimizer=optimizer.named_state_dict(),
@@ -450,7 +375,3 @@ class PrivacyEngine:
         if self._module is None or self._optimizer is None or self._loader is None:
             raise SparseDPError("No module is private yet: call make_private or make_private_with_epsilon first.")
         return self._module, self._optimizer, self._loader
-
-    @property
-    def current_batch(self) -> BatchInfo | None:
-        return None if self._loader is None else self._loader.current

@@ -73,13 +73,13 @@ def _noise_multiplier(epsilon: float, delta: float) -> float:
     return calibrate(dp_accounting.GaussianDpEvent, epsilon, delta)
 
 
-def count_lookups(seen: Iterator[Captured], space: RowSpace, clip: float) -> dict[str, Tensor]:
+def count_lookups(uses: Iterator[Captured], space: RowSpace, clip: float) -> dict[str, Tensor]:
     """For each table, the sum of the units' contributions to each row, (rows,) float64, as in `FrequencyRelease`.
 
     Unlike `count_touches`, it leaves out that a table is used whole: a softmax uses all rows for every unit.
     """
     sums = torch.zeros(space.size, dtype=torch.float64)
-    for captured in seen:
+    for captured in uses:
         pairs = [torch.empty(0, dtype=torch.long)]
         for name, start in zip(space.names, space.starts):
             if name in captured.uses and captured.uses[name].lookups:
@@ -88,7 +88,7 @@ def count_lookups(seen: Iterator[Captured], space: RowSpace, clip: float) -> dic
                 pairs.append(units * space.size + rows + start)
         distinct = torch.unique(torch.cat(pairs))
         units, rows = distinct // space.size, distinct % space.size
-        own = torch.bincount(units, minlength=captured.units)
-        shares = Contribution(clip).shares(own)
+        rows_each = torch.bincount(units, minlength=captured.units)
+        shares = Contribution(clip).shares(rows_each)
         sums.index_add_(0, rows, shares[units])
     return dict(zip(space.names, sums.split(list(space.sizes))))

@@ -57,9 +57,9 @@ class NoisyGradient:
     def sums(self) -> dict[int, Sums]:
         """What noise is to be added to, when all physical batches have been added, each under an index of its own."""
         nothing = torch.empty(0, dtype=torch.long)
-        whole = {i: Sums(self.values[name], self._held.get(name, nothing)) for name, i in self._index.items()}
+        dense = {i: Sums(self.values[name], self._held.get(name, nothing)) for name, i in self._index.items()}
         rows = self.selection or {}
-        return whole | {i: Sums(self.values[name], numbers=rows[name]) for name, i in self._selected.items()}
+        return dense | {i: Sums(self.values[name], numbers=rows[name]) for name, i in self._selected.items()}
 
     def _hold(self, name: str, rows: Tensor | None) -> None:
         """Sets to zero what is about to get its first sum: some rows (ascending), or with None all of them."""

@@ -208,14 +208,14 @@ class PrivateOptimizer(Optimizer):
                 self._stepped = None
             raise
 
-    def require_whole(self) -> None:
+    def require_fully_loaded(self) -> None:
         if self.partly_loaded:
             raise SparseDPError(
                 "Loading a checkpoint was interrupted: some weights are its own, others are those from before. Load it again."
             )
 
     def _next_batch(self) -> BatchInfo:
-        self.require_whole()
+        self.require_fully_loaded()
         batch = self._current_batch()
         if batch is None:
             raise SparseDPError(

@@ -6,10 +6,12 @@ import hashlib
 import json
 import math
 import warnings
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, get_args
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 import dp_accounting
+from torch import Tensor
 
 from sparsedp.accounting import calibrate
 from sparsedp.accounting.epsilon import epsilon_of
@@ -18,59 +20,55 @@ from sparsedp.accounting.ledger import Ledger
 from sparsedp.clipping import Clipping
 from sparsedp.errors import SparseDPWarning, UnsupportedError
 from sparsedp.frequencies import FrequencyRelease
-from sparsedp.mechanisms import Mechanism, mechanism_from_dict
-from sparsedp.sampling.stream import StreamPlan
+from sparsedp.mechanisms import mechanism_from_dict
+from sparsedp.sampling import PrivateLoader, StreamPlan
+from sparsedp.settings import PlannedSettings, PrivacySettings
 
-Unit = Literal["example", "user"]
-LossReduction = Literal["mean", "sum"]
 LARGEST_DELTA = 0.01  # that a promise may have without being asked for by name
 _SHOWN = 3  # parameters that are named when two plans differ
 
 
-@dataclass(frozen=True)
-class PrivacyPlan:
+@dataclass(frozen=True, kw_only=True)
+class PrivacyPlan(PlannedSettings):
     """Sampling, clipping, mechanism, noise and cost of a step. Frozen; its hash ties a checkpoint to it."""
 
     dataset_size: int  # units of the data
     batch_size: int  # units, expected; the divisor of the clipped sum
-    poisson_sampling: bool
     shuffled: bool  # whether the user's own loader shuffles; without Poisson sampling its batches are used
     noise_multiplier: float  # standard deviation of the noise on the clipped sum, divided by max_norm
     clipping: Clipping
-    mechanism: Mechanism
     parameters: tuple[tuple[str, tuple[int, ...]], ...]  # names and shapes
     accountant: str = "pld"
-    unit: Unit = "example"
-    loss_reduction: LossReduction = "mean"
     steps: int | None = None  # the most that may run; None: no limit
     target_epsilon: float | None = None
     target_delta: float | None = None
     seeded: bool = False
     stream: StreamPlan | None = None
-    max_examples_per_user: int | None = None  # in a step; None: all of them
-    frequencies: FrequencyRelease | None = None  # what is released of the rows' frequencies, once
-    public_inputs: tuple[str, ...] = ()  # what a batch or forward() takes for all units and was declared public
 
     def __post_init__(self) -> None:
         if not 0 <= self.noise_multiplier < float("inf"):
             raise ValueError(f"noise_multiplier must be zero or positive, not {self.noise_multiplier}")
-        if self.loss_reduction not in ("mean", "sum"):
-            raise ValueError(f"loss_reduction must be 'mean' or 'sum', not {self.loss_reduction!r}")
-        if self.unit not in get_args(Unit):
-            raise ValueError(f"unit must be 'example' or 'user', not {self.unit!r}")
-        if self.unit == "example" and self.max_examples_per_user is not None:
-            raise UnsupportedError("max_examples_per_user is for unit='user'; with unit='example' leave it out.")
-        if self.unit == "user" and self.stream is not None:
-            raise UnsupportedError("stream together with unit='user' is not available.")
-        if self.frequencies is not None and (self.stream is not None or self.mechanism.setup_event() is not None):
-            raise UnsupportedError(
-                "frequencies together with a stream, or with a mechanism that counts the data itself, is not available."
-            )
-        if self.stream is None and self.mechanism.frequencies != "all":
-            raise UnsupportedError(
-                f"frequencies={self.mechanism.frequencies!r} needs data in periods: give make_private a "
-                "stream=sparsedp.Stream(periods, composition=...), or use frequencies='all'."
-            )
+        super().__post_init__()
+
+    @staticmethod
+    def of(
+        settings: PrivacySettings, loader: PrivateLoader, parameters: Mapping[str, Tensor], *,
+        noise_multiplier: float, accountant: str, seeded: bool,
+    ) -> PrivacyPlan:  # fmt: skip
+        """The plan of a run with these settings, on the loader's data."""
+        kept = {setting.name: getattr(settings, setting.name) for setting in fields(PlannedSettings)}
+        kept["stream"] = None if settings.stream is None else settings.stream.plan(loader.span_steps)
+        return PrivacyPlan(
+            **kept,
+            dataset_size=loader.dataset_size,
+            batch_size=loader.batch_size or 0,
+            shuffled=loader.shuffled,
+            noise_multiplier=float(noise_multiplier),
+            clipping=settings.bound(),
+            parameters=tuple((name, tuple(p.shape)) for name, p in parameters.items()),
+            accountant=accountant,
+            seeded=seeded,
+        )
 
     @property
     def sample_rate(self) -> float:
@@ -102,7 +100,7 @@ class PrivacyPlan:
 
     def setup_scope(self, span: int | None) -> int | None:
         """The span whose data the mechanism counts when training comes to `span`; None: all data."""
-        return {"all": None, "first": 0, "running": span}[self.mechanism.frequencies]
+        return {"all": None, "first": 0, "running": span}[self.mechanism.counted_data]
 
     def examples_counted(self, scope: int | None) -> int:
         """How many examples one unit may have among those that are counted together.

@@ -22,9 +22,8 @@ from sparsedp.capture import Capture, RowSpace
 from sparsedp.contribution import Contribution
 from sparsedp.counting import count_rows, count_touches, glances
 from sparsedp.errors import UnsupportedError
-from sparsedp.mechanisms import AdaFEST
+from sparsedp.fallback import selection_kept
 from sparsedp.mechanisms.expectation import RowCounts
-from sparsedp.nn.fallback import kept_for_now
 from sparsedp.noise import RandomKey
 from sparsedp.plan import PrivacyPlan
 from sparsedp.preparation import CountScope, Prepared, decide
@@ -53,7 +52,7 @@ class SpanLook:
 
     share: float  # of the steps that are on this span
     units: float  # that were counted
-    whole: bool  # whether counts are whole numbers; otherwise they are frequencies
+    integral: bool  # whether counts are integers; otherwise they are frequencies
     tables: Mapping[str, RowGroups]
 
 
@@ -167,37 +166,36 @@ def look_at_data(
     spans = 1 if plan.stream is None else len(plan.stream.steps)
     wanted = max(_FEW_BATCHES * plan.batch_size, min(_BATCHES * plan.batch_size, _UNITS) // spans)
     space = RowSpace.of(tables)
-    seen = 0
+    units_counted = 0
 
     def count(clip: float | None, scope: int | None) -> dict[str, Tensor]:
         return count_rows(module, capture, loader, list(tables), inputs, clip, loader.indices(scope))
 
-    def see(span: int | None, clip: float | None, selection: Mapping[str, Tensor] | None) -> _Seen:
-        nonlocal seen
+    def count_span(span: int | None, clip: float | None, selection: Mapping[str, Tensor] | None) -> _SpanCounts:
+        nonlocal units_counted
         everyone = loader.indices(span)
         indices = np.arange(loader.dataset_size) if everyone is None else everyone
         if wanted < len(indices):  # the same sample each time, for nothing of it is released
             indices = indices[RandomKey.from_seed(0).generator().choice(len(indices), wanted)]
-        seen += len(indices)
-        with kept_for_now(module, selection or {}) as chosen:
+        units_counted += len(indices)
+        with selection_kept(module, selection or {}) as chosen:
             within = None if selection is None else space.join(chosen)
             # No more at a time than a step takes: nobody said that there is memory for a larger forward pass.
             chunk = max(1, round(loader.expected_examples))
             uses = glances(module, capture, loader, inputs, np.sort(indices), chunk=chunk)
             counted = count_touches(uses, space, clip, within)
         counts, sums = (dict(zip(space.names, part.split(list(space.sizes)))) for part in counted)
-        return _Seen(
+        return _SpanCounts(
             units=len(indices),
             counts={name: part.numpy() for name, part in counts.items()},
             contributions={name: part.numpy() for name, part in sums.items()},
             selection=None if selection is None else chosen,
         )
 
-    look = _look(plan, tables, count, see)
-    size = f"{plan.dataset_size:,}"
-    whole = seen == plan.dataset_size
-    kind = f"training {plan.unit}s"
-    source = f"all {size} {kind}" if whole else f"a random sample of {seen:,} of the {size} {kind}"
+    look = _span_by_span(plan, tables, count, count_span)
+    size, kind = f"{plan.dataset_size:,}", f"training {plan.unit}s"
+    sample = f"a random sample of {units_counted:,} of the {size} {kind}"
+    source = f"all {size} {kind}" if units_counted == plan.dataset_size else sample
     return replace(look, source=source, private=True)
 
 
@@ -215,33 +213,33 @@ def look_at_counts(plan: PrivacyPlan, tables: Mapping[str, TableSpec], counts: M
 
     def contributions(clip: float | None, selection: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         eligible = {n: _only(c, selection[n].numpy()) if n in selection else c for n, c in checked.items()}
-        own = sum(float(c.sum()) for c in eligible.values()) / units
-        share = float(Contribution(clip).shares(torch.tensor(own, dtype=torch.float64)))
+        rows_each = sum(float(c.sum()) for c in eligible.values()) / units
+        share = float(Contribution(clip).shares(torch.tensor(rows_each, dtype=torch.float64)))
         return {name: share * c for name, c in eligible.items()}
 
     def count(clip: float | None, scope: int | None) -> dict[str, Tensor]:
         scale = (plan.dataset_size if scope is None else sizes[scope]) / units
         return {name: torch.from_numpy(scale * values) for name, values in contributions(clip, {}).items()}
 
-    def see(span: int | None, clip: float | None, selection: Mapping[str, Tensor] | None) -> _Seen:
-        return _Seen(units, checked, contributions(clip, selection or {}), selection)
+    def count_span(span: int | None, clip: float | None, selection: Mapping[str, Tensor] | None) -> _SpanCounts:
+        return _SpanCounts(units, checked, contributions(clip, selection or {}), selection)
 
-    return replace(_look(plan, tables, count, see), source="given counts")
+    return replace(_span_by_span(plan, tables, count, count_span), source="given counts")
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _SpanCounts:
     units: float
     counts: Mapping[str, np.ndarray]  # units that touch each row, (rows,)
     contributions: Mapping[str, np.ndarray]  # sum of what they add to AdaFEST's map, (rows,)
     selection: Mapping[str, Tensor] | None
 
 
-def _look(
+def _span_by_span(
     plan: PrivacyPlan,
     tables: Mapping[str, TableSpec],
     count: CountScope,
-    see: Callable[[int | None, float | None, Mapping[str, Tensor] | None], _Seen],
+    count_span: Callable[[int | None, float | None, Mapping[str, Tensor] | None], _SpanCounts],
 ) -> Look:
     """Looks at each span, with a draw of what the mechanism chooses before it, as `Preparation.prepare` does."""
     mechanism = plan.mechanism
@@ -253,22 +251,22 @@ def _look(
         scope = plan.setup_scope(span)
         if mechanism.prepares and scope not in prepared.scopes:
             prepared = decide(plan, tables, count, key, scope, prepared)
-        seen = see(span, clip, prepared.rows)
-        whole = all(_is_whole(counts) for counts in seen.counts.values())
-        groups = {name: _grouped(seen, name, whole) for name in seen.counts}
-        looks.append(SpanLook(steps / sum(steps for _, steps in spans), seen.units, whole, groups))
+        counted = count_span(span, clip, prepared.rows)
+        integral = all(_are_integers(counts) for counts in counted.counts.values())
+        groups = {name: _grouped(counted, name, integral) for name in counted.counts}
+        looks.append(SpanLook(steps / sum(steps for _, steps in spans), counted.units, integral, groups))
     return Look("", False, clip, bool(prepared.scopes) and mechanism.setup_event() is not None, tuple(looks))
 
 
 def _checked_counts(name: str, rows: int, counts: Mapping[str, Any], units: float) -> np.ndarray:
     if name not in counts:
         raise ValueError(f"counts has nothing for table '{name}'")
-    found = np.asarray(counts[name], dtype=np.float64)
-    if found.shape != (rows,):
-        raise ValueError(f"counts['{name}'] has shape {found.shape}; the table has {rows} rows")
-    if not ((found >= 0) & (found <= units)).all():
+    given = np.asarray(counts[name], dtype=np.float64)
+    if given.shape != (rows,):
+        raise ValueError(f"counts['{name}'] has shape {given.shape}; the table has {rows} rows")
+    if not ((given >= 0) & (given <= units)).all():
         raise ValueError(f"counts['{name}'] must lie between 0 and the number of units, {units:g}")
-    return found
+    return given
 
 
 def _only(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
@@ -292,9 +290,11 @@ def predict(plan: PrivacyPlan, look: Look) -> Prediction:
         rate = plan.batch_size / span.units
         for name, groups in span.tables.items():
             # Of frequencies, and of fewer units than a batch has, all that can be said is that n is about Poisson.
-            own = _expected(plan, groups, rate, span.whole and rate <= 1, size) * span.share
-            known = tables.get(name, TablePrediction(round(groups.rows.sum()), dims[name], 0.0, 0.0, 0.0, 0.0, 0.0))
-            tables[name] = replace(known, **{key: getattr(known, key) + value for key, value in zip(_EXPECTED, own)})
+            expected = _expected(plan, groups, rate, span.integral and rate <= 1, size) * span.share
+            total = tables.get(name, TablePrediction(round(groups.rows.sum()), dims[name], 0.0, 0.0, 0.0, 0.0, 0.0))
+            tables[name] = replace(
+                total, **{key: getattr(total, key) + value for key, value in zip(_EXPECTED, expected)}
+            )
     notes = [] if mechanism.prediction_note is None else [mechanism.prediction_note]
     if look.drawn:
         notes.append("The rows chosen before training will be others than those predicted with: the choice has noise.")
@@ -302,16 +302,18 @@ def predict(plan: PrivacyPlan, look: Look) -> Prediction:
 
 
 def find_threshold(plan: PrivacyPlan, look: Look, gradient_size: float) -> float:
-    """AdaFEST's smallest threshold, from 0 and to four digits, whose predicted gradient size is within the given one."""
+    """The mechanism's smallest threshold, from 0 and to four digits, with which the predicted gradient size is within the given.
+
+    That is AdaFEST's `threshold`, or the setting that another mechanism names as its `threshold_setting`.
+    """
     mechanism = plan.mechanism
-    if not isinstance(mechanism, AdaFEST):
-        raise UnsupportedError(f"Mechanism {mechanism.name!r} has no threshold; only AdaFEST has one.")
+    if mechanism.threshold_setting is None:
+        raise UnsupportedError(f"Mechanism {mechanism.name!r} has no threshold (threshold_setting); AdaFEST has one.")
     if not gradient_size > 0:
         raise ValueError(f"gradient_size must be positive, not {gradient_size}")
 
     def fits(threshold: float) -> bool:
-        changed = replace(plan, mechanism=replace(mechanism, threshold=threshold))
-        return predict(changed, look).gradient_size <= gradient_size
+        return predict(with_threshold(plan, threshold), look).gradient_size <= gradient_size
 
     low, high = 0.0, 1.0
     if fits(low):
@@ -325,39 +327,46 @@ def find_threshold(plan: PrivacyPlan, look: Look, gradient_size: float) -> float
     return math.ceil(high * 10**digits) / 10**digits  # upwards: the size shrinks as the threshold grows
 
 
+def with_threshold(plan: PrivacyPlan, threshold: float) -> PrivacyPlan:
+    """The plan with another value of the setting that the mechanism names as its `threshold_setting`."""
+    setting = plan.mechanism.threshold_setting
+    assert setting is not None
+    return replace(plan, mechanism=replace(plan.mechanism, **{setting: threshold}))  # type: ignore[type-var]
+
+
 _EXPECTED = ("rows_touched", "rows_selected", "rows_false", "touches", "touches_kept")
 
 
 def _expected(plan: PrivacyPlan, groups: RowGroups, rate: float, exact: bool, size: float) -> np.ndarray:
     """The numbers that `_EXPECTED` names, of one table; `size` is the number of rows of all tables."""
     rows = RowCounts(groups.counts, groups.weights, groups.chosen, rate, exact, size)
-    own = plan.mechanism.expected_selection(rows, plan.noise_multiplier)
-    return np.stack([1 - rows.absent, own.selected, own.false, rows.mean, own.kept]) @ groups.rows
+    expected = plan.mechanism.expected_selection(rows, plan.noise_multiplier)
+    return np.stack([1 - rows.absent, expected.selected, expected.false, rows.mean, expected.kept]) @ groups.rows
 
 
-def _grouped(seen: _Seen, name: str, whole: bool) -> RowGroups:
+def _grouped(counted: _SpanCounts, name: str, integral: bool) -> RowGroups:
     """Most rows of a long tail have the same few counts, so that groups are few however many rows there are."""
-    counts, contributions = seen.counts[name], seen.contributions[name]
+    counts, contributions = counted.counts[name], counted.contributions[name]
     chosen = np.ones(len(counts), dtype=bool)
-    if seen.selection is not None and name in seen.selection:
+    if counted.selection is not None and name in counted.selection:
         chosen[:] = False
-        chosen[seen.selection[name].numpy()] = True
+        chosen[counted.selection[name].numpy()] = True
     at = np.flatnonzero(counts)
     count, kind = counts[at].astype(np.float64), chosen[at]
     weight = np.where(contributions[at] > 0, contributions[at] / count, 1.0)
     near = np.floor(_FINENESS * (np.log(count) + 64)) + _DISTINCT + 1
-    bins = np.where((count <= _DISTINCT) & whole, count, near)
+    bins = np.where((count <= _DISTINCT) & integral, count, near)
     key = (bins * 2.0**16 + np.rint(-_FINENESS * np.log(weight))) * 2 + kind
     _, group, rows = np.unique(key, return_inverse=True, return_counts=True)
     means = [np.bincount(group, values, len(rows)) / rows for values in (count, weight, kind)]
     untouched = np.array([(~chosen).sum() - (~kind).sum(), chosen.sum() - kind.sum()])
     return RowGroups(
         rows=np.concatenate([untouched, rows]).astype(np.float64),
-        counts=np.concatenate([np.zeros(2), np.rint(means[0]) if whole else means[0]]),
+        counts=np.concatenate([np.zeros(2), np.rint(means[0]) if integral else means[0]]),
         weights=np.concatenate([np.ones(2), means[1]]),
         chosen=np.concatenate([[False, True], means[2] > 0]).astype(bool),
     )
 
 
-def _is_whole(counts: np.ndarray) -> bool:
+def _are_integers(counts: np.ndarray) -> bool:
     return counts.dtype.kind in "iu" or bool((counts == np.floor(counts)).all())

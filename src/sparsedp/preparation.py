@@ -15,8 +15,8 @@ from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Capture, RowSpace
 from sparsedp.counting import count_rows, glances
 from sparsedp.errors import SparseDPError
+from sparsedp.fallback import keep_selection
 from sparsedp.frequencies import count_lookups
-from sparsedp.nn.fallback import keep_selection
 from sparsedp.noise import PREPARATION, RandomKey
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import PrivateLoader
@@ -51,8 +51,8 @@ def decide(
     def counted(clip: float | None) -> dict[str, Tensor]:
         return {name: counts / share for name, counts in count(clip, scope).items()}
 
-    own = key.child(PREPARATION, *([] if scope is None else [scope]))
-    rows = plan.mechanism.prepare(tables, counted, own, released)
+    scope_key = key.child(PREPARATION, *([] if scope is None else [scope]))
+    rows = plan.mechanism.prepare(tables, counted, scope_key, released)
     return Prepared(rows, [*before.scopes, scope], released)
 
 
@@ -108,8 +108,8 @@ class Preparation:
                     f"exceed its privacy budget (epsilon {self._plan.target_epsilon}): go back to a later checkpoint."
                 )
             tables = table_specs(dict(self._module.named_parameters()), find_tables(self._module))
-            seen = glances(self._module, self._capture, self._loader, release.inputs, chunk=_GLANCE)
-            counts = count_lookups(seen, RowSpace.of(tables), release.clip)
+            uses = glances(self._module, self._capture, self._loader, release.inputs, chunk=_GLANCE)
+            counts = count_lookups(uses, RowSpace.of(tables), release.clip)
             self._ledger.record(release.event, setup=True)
             drawn = release.draw(counts, self._plan.dataset_size, tables, self._key().child(PREPARATION))
             self.state = Prepared(self.state.rows, self.state.scopes, drawn)

@@ -61,9 +61,9 @@ def _why_not(module: nn.Module) -> str | None:
 
 def private_parameters(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The parameters that the optimizer trains, by their names in the module."""
-    known = {id(parameter): name for name, parameter in module.named_parameters()}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if foreign := sum(1 for parameter in held if id(parameter) not in known):
+    if foreign := sum(1 for parameter in held if id(parameter) not in names):
         raise UnsupportedError(f"{foreign} parameter(s) of the optimizer do not belong to the module.")
     ids = {id(parameter) for parameter in held}
     missing = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in ids]
@@ -86,52 +86,4 @@ def refuse_optimizer(optimizer: Optimizer, module: nn.Module, mechanism: Mechani
         raise UnsupportedError(
             "LBFGS evaluates the loss several times in a step. Use SGD, Adam or another first-order one."
         )
-    if mechanism.lazy:
-        _refuse_for_lazy_noise(optimizer)
-        return
-    if isinstance(optimizer, torch.optim.SparseAdam) and not mechanism.selects:
-        raise UnsupportedError(
-            "SparseAdam takes row-sparse gradients only, and this mechanism puts noise on every row. Use Adam."
-        )
-    if mechanism.selects:
-        _refuse_for_sparse_gradients(optimizer, find_tables(module), dict(module.named_parameters()))
-
-
-def _refuse_for_lazy_noise(optimizer: Optimizer) -> None:
-    if type(optimizer) is not torch.optim.SGD:
-        raise UnsupportedError(
-            f"LazyDP adds up the noise of many steps, which takes an update that is linear in it: torch.optim.SGD, with any "
-            f"learning-rate schedule, momentum and weight decay. {type(optimizer).__name__} is not. Use SGD, or AdaFEST or "
-            "FEST with Adagrad."
-        )
-    for group in optimizer.param_groups:
-        if group["dampening"]:
-            raise UnsupportedError(
-                "LazyDP has no rule for dampening, whose first step differs from the others. Set it to 0."
-            )
-        if group["differentiable"]:
-            raise UnsupportedError("LazyDP has no rule for SGD(differentiable=True). Leave it off.")
-
-
-def _refuse_for_sparse_gradients(
-    optimizer: Optimizer, tables: frozenset[str], parameters: dict[str, nn.Parameter]
-) -> None:
-    kind = type(optimizer).__name__
-    if type(optimizer).__module__.startswith("torch.optim") and kind not in ("SGD", "Adagrad", "SparseAdam"):
-        raise UnsupportedError(
-            f"This mechanism leaves row-sparse gradients for tables, which {kind} does not take. Use SGD or Adagrad."
-        )
-    held = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    trained = [name for name, p in parameters.items() if p.requires_grad and id(p) in held]
-    dense = [name for name in trained if name not in tables]
-    if kind == "SparseAdam" and dense:
-        raise UnsupportedError(
-            f"SparseAdam cannot train dense parameters such as '{dense[0]}', and only tables get row-sparse gradients here. "
-            "Use SGD or Adagrad."
-        )
-    decayed = [n for n in trained if n in tables and held[id(parameters[n])].get("weight_decay", 0)]
-    if decayed:
-        raise UnsupportedError(
-            f"weight_decay changes every row of table '{decayed[0]}', which a row-sparse gradient cannot. Put tables into a "
-            "parameter group with weight_decay=0."
-        )
+    mechanism.refuse_optimizer(optimizer, find_tables(module), dict(module.named_parameters()))

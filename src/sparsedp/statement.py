@@ -126,9 +126,16 @@ def make_statement(
     if plan.public_inputs:
         named = ", ".join(plan.public_inputs)
         assumptions.append(f"These inputs do not depend on who is in a batch, as was declared: {named}.")
+    if plan.mechanism.origin is not None:
+        assumptions.append(
+            f"A step costs what the mechanism '{plan.mechanism.name}' says: it is defined in {plan.mechanism.origin}, which is "
+            "no part of SparseDP."
+        )
+    assumptions += plan.mechanism.assumptions
     not_covered = [
         "Choices made by looking at private data: hyper-parameters, vocabularies, early stopping.",
         "Metrics and step reports, which are computed from private data without noise.",
+        *plan.mechanism.not_covered,
         *notes,
     ]
     if plan.stream is not None:
@@ -194,12 +201,9 @@ def make_statement(
 def _rounding(plan: PrivacyPlan) -> str | None:
     if plan.noise_multiplier == 0:
         return None
-    where = "each sum with its noise"
-    if plan.mechanism.lazy:
-        where += ", and each settled row of a table,"
     return (
-        f"{where} is rounded to a power-of-two grid of at most 1/1024 of the noise's deviation, so that the bits of weights "
-        "and optimizer state do not tell what was added"
+        f"{plan.mechanism.rounded} is rounded to a power-of-two grid of at most 1/1024 of the noise's deviation, so that the "
+        "bits of weights and optimizer state do not tell what was added"
     )
 
 

@@ -31,7 +31,7 @@ from torch.utils.data import (
 
 from sparsedp.errors import CheckpointError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.noise import RandomKey
-from sparsedp.sampling import PrivateLoader, poisson_indices, private_loader
+from sparsedp.sampling import PrivateLoader, poisson_indices
 
 KEY = RandomKey.from_seed(11)
 
@@ -63,7 +63,7 @@ def make(
     size: int = 50, batch_size: int = 8, key: RandomKey = KEY, poisson: bool = True, limit=None, **kwargs: Any
 ) -> PrivateLoader:
     loader = DataLoader(Numbers(size), batch_size=batch_size, **{"shuffle": True, **kwargs})
-    return private_loader(loader, key=key, poisson=poisson, max_physical_batch=limit)
+    return PrivateLoader(loader, key=key, poisson=poisson, max_physical_batch=limit)
 
 
 def passes(loader: PrivateLoader, count: int = 1) -> list[tuple[int, list[int]]]:
@@ -170,7 +170,7 @@ class TestEmptyBatch:
     def empty(self, collate, dataset=None, workers=0, public=()):
         """An empty batch of a loader whose every batch is empty, in effect."""
         loader = DataLoader(dataset or Ragged(), batch_size=1, collate_fn=collate, num_workers=workers)
-        private = private_loader(loader, key=KEY, public_inputs=public)
+        private = PrivateLoader(loader, key=KEY, public_inputs=public)
         seen = []
         for batch in private:
             if private.current.units == 0:
@@ -244,7 +244,7 @@ class TestEmptyBatch:
 
     def test_every_empty_batch_is_its_own(self):
         loader = DataLoader(Ragged(), batch_size=1, collate_fn=bags_with_last)
-        private = private_loader(loader, key=KEY)
+        private = PrivateLoader(loader, key=KEY)
         for _, offsets in private:
             if private.current.units == 0:
                 assert offsets.tolist() == [0, 2]
@@ -264,7 +264,7 @@ class TestEmptyBatch:
                 return torch.rand(()) + np.random.rand() + random.random()
 
         loader = DataLoader(Drawn(30), batch_size=1)
-        private = private_loader(loader, key=KEY)
+        private = PrivateLoader(loader, key=KEY)
         state = torch.get_rng_state(), random.getstate()
         drawn = {float(batch) for batch in private if private.current.units == 0}
         assert drawn and torch.equal(torch.get_rng_state(), state[0]) and random.getstate() == state[1]
@@ -465,7 +465,7 @@ class TestLoader:
             prefetch_factor=3,
             persistent_workers=True,
         )
-        loader = private_loader(user, key=KEY)
+        loader = PrivateLoader(user, key=KEY)
         assert isinstance(loader, DataLoader)
         for name in [
             "dataset",
@@ -515,7 +515,7 @@ class TestLoader:
             def __getitem__(self, index):
                 raise StopIteration
 
-        loader = private_loader(DataLoader(Stops(50), batch_size=8), key=KEY)
+        loader = PrivateLoader(DataLoader(Stops(50), batch_size=8), key=KEY)
         with pytest.raises(SparseDPError, match="batches were lost"):
             passes(loader)
 
@@ -571,7 +571,7 @@ class OwnWay(DataLoader):
 @pytest.mark.parametrize("poisson", [True, False])
 def test_refusals(loader, words, poisson):
     with pytest.raises(UnsupportedError, match=f"(?s){words}"):
-        private_loader(loader(), key=KEY, poisson=poisson)
+        PrivateLoader(loader(), key=KEY, poisson=poisson)
 
 
 @pytest.mark.parametrize("limit", [0, -1])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sparsedp import DPSGD, FEST, AdaFEST, ConfigError, Stream, UnsupportedError
 from sparsedp.mechanisms import Mechanism
-from sparsedp.sampling import draws, private_loader
+from sparsedp.sampling import PrivateLoader, draws
 from streams import BATCH, KEY, PERIODS, SIZES, STEPS, start, stream
 from support import Clicks, clicks, loader_of, make_private, train
 
@@ -93,7 +93,7 @@ def test_what_does_not_fit_the_data_is_refused() -> None:
 
 def loader(poisson: bool = True, limit: int | None = None, **options: Any) -> Any:
     numbers = loader_of(torch.arange(sum(SIZES)), batch_size=BATCH, **options)
-    return private_loader(numbers, key=KEY, poisson=poisson, max_physical_batch=limit, stream=stream())
+    return PrivateLoader(numbers, key=KEY, poisson=poisson, max_physical_batch=limit, stream=stream())
 
 
 def batches(private: Any, epochs: int = 1) -> list[tuple[int, int, list[int]]]:

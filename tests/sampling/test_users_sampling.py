@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from sparsedp.noise import RandomKey
-from sparsedp.sampling import BatchInfo, PrivateLoader, Users, private_loader
+from sparsedp.sampling import BatchInfo, PrivateLoader, Users
 from users import KEY
 
 # Users 0 to 9 with 1 to 10 examples, interleaved, under ids that are neither small nor in order.
@@ -38,7 +38,7 @@ def numbered(
     key: RandomKey = KEY, **options: Any,
 ) -> PrivateLoader:  # fmt: skip
     data = Numbered()
-    return private_loader(
+    return PrivateLoader(
         DataLoader(data, batch_size=batch_size, shuffle=shuffle, **options), key=key, poisson=poisson,
         max_physical_batch=most, users=Users.of(data.users, len(data), limit),
     )  # fmt: skip

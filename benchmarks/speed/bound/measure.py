@@ -188,12 +188,12 @@ def _measure(subject: Subject, repeats: int, rates: Rates) -> list[dict[str, Any
     for name in subject.mechanisms:
         mechanism = _mechanism(name, counted)
         run = private_run(subject.private, watches[name], mechanism, sparse=True)
-        if mechanism.lazy:
+        if mechanism.noise_waits:
             run.wait(1)  # or the first step would have nothing to settle, and be the best
         run.step()  # on the batch that was counted
         assert run.optimizer.last_step is not None
         selected = {
-            table: step.rows_touched if mechanism.lazy else step.rows_selected
+            table: step.rows_touched if mechanism.noise_waits else step.rows_selected
             for table, step in run.optimizer.last_step.tables.items()
         }
         works[name] = private_stages(counted, mechanism, selected)

@@ -229,8 +229,8 @@ def _collect_sampled(event: PoissonSampledDpEvent, count: int, leaves: dict[DpEv
         return
     parts = [leaf if times == 1 else SelfComposedDpEvent(leaf, times) for leaf, times in inner.items()]
     # A tuple, so that the leaf can be a key.
-    whole = parts[0] if len(parts) == 1 else ComposedDpEvent(tuple(parts))
-    leaf = PoissonSampledDpEvent(rate, whole)
+    step = parts[0] if len(parts) == 1 else ComposedDpEvent(tuple(parts))
+    leaf = PoissonSampledDpEvent(rate, step)
     leaves[leaf] = leaves.get(leaf, 0) + count
 
 

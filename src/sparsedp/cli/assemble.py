@@ -53,6 +53,7 @@ from sparsedp.models import PCTR
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import default_delta, require_delta
 from sparsedp.sampling import PrivateLoader, Stream
+from sparsedp.settings import setting_names
 from sparsedp.tables import find_tables
 
 Loss = Callable[[Any, Any], Tensor]
@@ -118,19 +119,16 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
     units = _units(config, data)
     delta = default_delta(units) if privacy.target_delta is None else privacy.target_delta
     require_delta(delta, units, privacy.allow_large_delta)  # also with given noise, whose statement comes at the end
+    # A setting has the same name in a configuration; what is an object is made of it.
+    settings = {name: getattr(privacy, name) for name in setting_names() if hasattr(privacy, name)}
     common: dict[str, Any] = {
+        **settings,
         "module": model,
         "optimizer": make_optimizer(config, model),
         "data_loader": loader,
-        "max_grad_norm": privacy.max_grad_norm,
-        "mechanism": privacy.make_mechanism(),
-        "clipping": privacy.clipping,
-        "loss_reduction": privacy.loss_reduction,
-        "poisson_sampling": privacy.poisson_sampling,
+        "mechanism": config.make_mechanism(),
         "max_physical_batch": training.max_physical_batch,
         "stream": make_stream(config, data),
-        "unit": privacy.unit,
-        "max_examples_per_user": privacy.max_examples_per_user,
         "frequencies": privacy.make_release(),
     }
     if privacy.target_epsilon is not None:

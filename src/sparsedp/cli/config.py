@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 import torch
 
 from sparsedp.accounting import accountant_names
+from sparsedp.cli.mechanism import mechanism_addresses, with_registered_names
 from sparsedp.cli.schema import Address, OneOf, Range, SchemaError, suggestion
 from sparsedp.cli.trust import Code
 from sparsedp.errors import SparseDPError, UnsupportedError
@@ -272,19 +273,22 @@ class PrivacyConfig:
                 require_delta(self.target_delta, None, self.allow_large_delta)
             except UnsupportedError as error:
                 raise SchemaError("target_delta", str(error)) from None
-        self.make_mechanism()  # what it refuses is refused before any data is read
+        if not mechanism_addresses(self.mechanism, "mechanism"):  # others are made when their code may be loaded
+            self.make_mechanism()  # what it refuses is refused before any data is read
 
     def make_release(self) -> FrequencyRelease | None:
         given = self.frequencies
         return None if given is None else FrequencyRelease(given.epsilon, given.delta, given.clip)
 
-    def make_mechanism(self) -> Mechanism:
+    def make_mechanism(self, code: Code | None = None) -> Mechanism:
+        """`code` says where a mechanism of the user's own may come from; without it, only registered ones are known."""
         if "name" not in self.mechanism:
             raise SchemaError("mechanism", "the key 'name' is missing, as in {name: adafest, threshold: 10.0}")
+        values = with_registered_names(self.mechanism, "privacy.mechanism", code or Code())
         try:
-            return mechanism_from_dict(self.mechanism)
+            return mechanism_from_dict(values)
         except (TypeError, ValueError, SparseDPError) as error:
-            raise SchemaError("mechanism", str(error)) from None
+            raise SchemaError("mechanism" if code is None else "privacy.mechanism", str(error)) from None
 
 
 @dataclass(frozen=True)
@@ -348,7 +352,11 @@ class Config:
     def addresses(self) -> dict[str, str]:
         """The keys that name code of the user's own, and what they name."""
         named = {"data.kind": self.data.kind, "model.kind": self.model.kind, "loss": self.loss}
-        return {key: address for key, address in named.items() if ":" in address}
+        mechanisms = mechanism_addresses(self.privacy.mechanism, "privacy.mechanism")
+        return {key: address for key, address in named.items() if ":" in address} | mechanisms
+
+    def make_mechanism(self) -> Mechanism:
+        return self.privacy.make_mechanism(self.code)
 
     def to_dict(self) -> dict[str, Any]:
         return {key: value for key, value in asdict(self).items() if key != "code"}

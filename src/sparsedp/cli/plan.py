@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import time
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -36,9 +35,8 @@ from sparsedp.cli.load import add_config_arguments, explain_config, load_config
 from sparsedp.cli.loop import Step, steps_of_epoch
 from sparsedp.cli.runfolder import plain
 from sparsedp.errors import ConfigError, UnsupportedError, one_line
-from sparsedp.mechanisms import AdaFEST
 from sparsedp.plan import PrivacyPlan
-from sparsedp.prediction import Look, find_threshold, predict
+from sparsedp.prediction import Look, find_threshold, predict, with_threshold
 from sparsedp.tables import find_tables
 
 # Steps that are measured after those that warm up; after some seconds fewer will do.
@@ -120,10 +118,10 @@ def plan_report(
     """All that can be said about a run beforehand. Reads the data; the model is made, and thrown away.
 
     Rows are predicted from public `counts`, or else from the data. A wish for a `gradient_size`, or for a `reduction`
-    against the dense one, is answered with AdaFEST's threshold.
+    against the dense one, is answered with the mechanism's threshold.
     """
-    mechanism = config.privacy.make_mechanism()
-    if not (gradient_size is None and reduction is None) and not isinstance(mechanism, AdaFEST):
+    mechanism = config.make_mechanism()
+    if not (gradient_size is None and reduction is None) and mechanism.threshold_setting is None:
         raise ConfigError(
             f"--gradient-size and --reduction look for AdaFEST's threshold; privacy.mechanism is {mechanism.name!r}"
         )
@@ -260,14 +258,13 @@ def _look_at(path: Path | None, parts: Prepared, counts: dict[str, Any], units: 
 
 
 def _suggested(plan: PrivacyPlan, look: Look, gradient_size: float) -> dict[str, Any]:
-    """AdaFEST's threshold for the wished gradient size, and what it is predicted to do."""
+    """The mechanism's threshold for the wished gradient size, and what it is predicted to do."""
     threshold = find_threshold(plan, look, gradient_size)
-    assert isinstance(plan.mechanism, AdaFEST)
-    changed = replace(plan, mechanism=replace(plan.mechanism, threshold=threshold))
     return {
         "wanted_gradient_size": gradient_size,
+        "setting": plan.mechanism.threshold_setting,
         "threshold": threshold,
-        "predicted": predict(changed, look).to_dict(),
+        "predicted": predict(with_threshold(plan, threshold), look).to_dict(),
     }
 
 
@@ -339,7 +336,7 @@ def _summary(report: dict[str, Any]) -> Table:
                 f"{suggested['threshold']:g} is the least for {suggested['wanted_gradient_size']:,.0f} coordinates",
             ),
             ("", f"{_selected(suggested['predicted'])}; {_gradient(suggested['predicted'])}"),
-            ("", f"--set privacy.mechanism.threshold={suggested['threshold']:g}"),
+            ("", f"--set privacy.mechanism.{suggested['setting']}={suggested['threshold']:g}"),
         ]
     if "measured" in report:
         measured = report["measured"]

@@ -266,13 +266,15 @@ def _check(runs: list[SweepRun]) -> None:
             raise ConfigError(
                 f"{run.id}: data.held_out is {getattr(config.data, 'held_out', None)}; a sweep compares utility on held-out data"
             )
-        parts = json.dumps([config.to_dict()[key] for key in ("data", "model", "loss", "optimizer")], default=str)
+        keys = ("data", "model", "loss", "optimizer", "privacy")
+        parts = json.dumps([config.to_dict()[key] for key in keys], default=str)
         if parts in seen:
             continue
         seen.add(parts)
         try:
             make_optimizer(config, nn.Linear(1, 1))
             make_loss(config)
+            config.make_mechanism()
             for key, address in config.addresses().items():
                 config.code.find(address, key)
         except ConfigError as error:

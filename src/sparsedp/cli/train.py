@@ -176,6 +176,7 @@ def run_training(
         elif run_dir is not None:
             refuse_used_folder(run_dir)
         limit_threads(config)
+        config.make_mechanism()  # what it refuses is refused before any data is read
         data = with_collate(config, load_with_progress(config, reporter) if data is None else data)
         model = make_model(config, data.training)
         checked = None

@@ -15,7 +15,7 @@ from torch import Tensor
 from sparsedp.accounting import split_multiplier
 from sparsedp.capture import Captured, RowSpace
 from sparsedp.contribution import Contribution, contribution_map, warn_of_whole_tables
-from sparsedp.mechanisms.base import Count, Frequencies, Mechanism, Step
+from sparsedp.mechanisms.base import Count, CountedData, Mechanism, Step
 from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.mechanisms.fest import FEST
 from sparsedp.mechanisms.survivors import draw_survivors, survival, survival_of_counts
@@ -35,6 +35,7 @@ class AdaFEST(Mechanism):
     name: ClassVar[str] = "adafest"
     selects: ClassVar[bool] = True
     takes_users: ClassVar[bool] = True
+    threshold_setting: ClassVar[str] = "threshold"
     threshold: float = 10.0
     noise_ratio: float = 5.0
     map_clip: float = 1.0
@@ -65,8 +66,8 @@ class AdaFEST(Mechanism):
         return split_multiplier(noise_multiplier, self.noise_ratio)[1]
 
     @property
-    def frequencies(self) -> Frequencies:
-        return "all" if self.preselect is None else self.preselect.frequencies
+    def counted_data(self) -> CountedData:
+        return "all" if self.preselect is None else self.preselect.counted_data
 
     def prepare(
         self, tables: Mapping[str, TableSpec], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None

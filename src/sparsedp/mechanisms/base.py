@@ -8,13 +8,15 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
 
 import dp_accounting
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sparsedp.accounting.events import gaussian_step
 from sparsedp.capture import Captured
 from sparsedp.clipping import Clipping
 from sparsedp.errors import UnsupportedError, suggestion
 from sparsedp.mechanisms.expectation import Expected, RowCounts
+from sparsedp.mechanisms.optimizers import refuse_for_dense_gradients, refuse_for_sparse_gradients
 from sparsedp.noise import RandomKey
 from sparsedp.tables import LocalOwner, Owner, Ownership, TableSpec
 
@@ -35,7 +37,8 @@ class Step:
 
 
 Count = Callable[[float | None], dict[str, Tensor]]
-Frequencies = Literal["all", "first", "running"]
+# Of a stream: all data at once, those of its first span, or at each new span those of that span.
+CountedData = Literal["all", "first", "running"]
 
 
 class Mechanism(ABC):
@@ -48,11 +51,22 @@ class Mechanism(ABC):
     takes_users: ClassVar[bool] = False
     # How a mechanism that counts on the data wants a batch turned into the module's arguments; None: all but its last element.
     inputs: Callable[[Any], Any] | None = None
-    lazy: ClassVar[bool] = False  # whether the tables' noise waits until rows are read (sparsedp.tables.lazy)
+    noise_waits: ClassVar[bool] = False  # whether the tables' noise waits until rows are read (sparsedp.tables.lazy)
+    # The setting, a number from 0 on, that lets `select` choose fewer rows the larger it is; None: there is none.
+    # `sparsedp plan` and `sparsedp.prediction.find_threshold` look for its value.
+    threshold_setting: ClassVar[str | None] = None
 
     def __init_subclass__(cls) -> None:
-        if "name" in cls.__dict__:
-            _REGISTRY[cls.name] = cls
+        if "name" not in cls.__dict__:
+            return
+        held = _REGISTRY.get(cls.name)
+        # The same class may be made twice: by dataclass(slots=True), or when its module is loaded again.
+        if held is not None and (held.__module__, held.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise TypeError(
+                f"{cls.__module__}.{cls.__qualname__}: {held.__module__}.{held.__qualname__} has the name {cls.name!r} "
+                "already. Checkpoints and configurations know a mechanism by its name: choose another."
+            )
+        _REGISTRY[cls.name] = cls
 
     @property
     @abstractmethod
@@ -64,8 +78,29 @@ class Mechanism(ABC):
         return noise_multiplier
 
     @property
-    def frequencies(self) -> Frequencies:
-        """Which data `prepare` counts: all, those of the stream's first span, or at each new span those of that span."""
+    def rounded(self) -> str:
+        """What the statement says of the numbers that are rounded to the grid of their noise."""
+        return "each sum with its noise"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the promise takes for granted, beyond what the plan says: sentences for the statement."""
+        return ()
+
+    @property
+    def not_covered(self) -> tuple[str, ...]:
+        """What the promise does not cover, beyond what every run leaves out: sentences for the statement."""
+        return ()
+
+    @property
+    def origin(self) -> str | None:
+        """The module that defines a mechanism which is no part of SparseDP; None for one that is."""
+        module = type(self).__module__
+        return None if module.partition(".")[0] == "sparsedp" else module
+
+    @property
+    def counted_data(self) -> CountedData:
+        """Which data of a stream `prepare` counts."""
         return "all"
 
     def prepare(
@@ -75,7 +110,7 @@ class Mechanism(ABC):
 
         `count(clip)` goes over the data and adds up the units' contributions to each row of each table, as in
         `sparsedp.contribution`; what a unit adds has norm at most `clip`. Whatever is used of it must be in `setup_event`.
-        With running `frequencies`, `prepare` is called at every new span, and `memory` is for what has to be known
+        With running `counted_data`, `prepare` is called at every new span, and `memory` is for what has to be known
         then: it is empty at first, and a checkpoint holds it. So only what was released may be put there.
         """
         return {}
@@ -116,6 +151,18 @@ class Mechanism(ABC):
     def refuse_tables(self, names: Collection[str]) -> None:  # noqa: B027
         """Raises `UnsupportedError` if the mechanism cannot train tables with these names, before anything is charged."""
 
+    def refuse_optimizer(
+        self, optimizer: Optimizer, tables: Collection[str], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Raises `UnsupportedError` for an optimizer that cannot take the gradients which the mechanism leaves.
+
+        `parameters` are all of the module's by name, `tables` the names of those that are tables.
+        """
+        if self.selects:
+            refuse_for_sparse_gradients(optimizer, tables, parameters)
+        else:
+            refuse_for_dense_gradients(optimizer)
+
     def setup_event(self) -> dp_accounting.DpEvent | None:
         """The privacy event of one `prepare`, such as a selection of rows; None if it costs nothing."""
         return None
@@ -133,10 +180,10 @@ def mechanism_from_dict(values: dict[str, Any]) -> Mechanism:
     if name not in _REGISTRY:
         hint = suggestion(name, _REGISTRY) or "."
         raise ValueError(f"Unknown mechanism {name!r}; known are {', '.join(sorted(_REGISTRY))}{hint}")
-    known = {field.name for field in fields(_REGISTRY[name])}  # type: ignore[arg-type]
-    if unknown := set(settings) - known:
-        has = f"its settings are {', '.join(sorted(known))}" if known else "it has none"
-        hint = next(filter(None, (suggestion(key, known) for key in sorted(unknown))), ".")
+    allowed = {field.name for field in fields(_REGISTRY[name])}  # type: ignore[arg-type]
+    if unknown := set(settings) - allowed:
+        has = f"its settings are {', '.join(sorted(allowed))}" if allowed else "it has none"
+        hint = next(filter(None, (suggestion(key, allowed) for key in sorted(unknown))), ".")
         raise ValueError(f"Mechanism {name!r} has no setting {', '.join(sorted(map(repr, unknown)))}; {has}{hint}")
     nested = {key: mechanism_from_dict(v) if isinstance(v, dict) and "name" in v else v for key, v in settings.items()}
     return _REGISTRY[name](**nested)

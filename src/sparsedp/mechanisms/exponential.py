@@ -92,13 +92,13 @@ def _row_norms(batch: Sequence[Captured], space: RowSpace, step: Step) -> tuple[
                 else:
                     total = total.to_sparse(1)
                 totals[name] = totals[name] + total if name in totals else total
-    rows, found = [np.empty(0, dtype=np.int64)], [np.empty(0)]
+    rows, row_norms = [np.empty(0, dtype=np.int64)], [np.empty(0)]
     for name, start in zip(space.names, space.starts):
         if name in totals:
             total = totals[name].coalesce()
             rows.append(total.indices()[0].numpy() + start)
-            found.append(torch.linalg.vector_norm(total.values().double(), dim=1).numpy())
-    return np.concatenate(rows), np.concatenate(found)
+            row_norms.append(torch.linalg.vector_norm(total.values().double(), dim=1).numpy())
+    return np.concatenate(rows), np.concatenate(row_norms)
 
 
 # Purposes of a table's key.
@@ -136,19 +136,19 @@ def _largest(
     to w, from w to 2 w and so on: a row whose E is not below a slice falls into it with probability 1 - e^-w.
     """
     share = -math.expm1(-width)
-    seen, found, values = np.zeros(0, np.int64), [np.zeros(0, np.int64)], [np.zeros(0)]
+    passed, largest, values = np.zeros(0, np.int64), [np.zeros(0, np.int64)], [np.zeros(0)]
     missing, slice_ = few, 0
     while missing > 0:
         drawn = [
             draw_marked_rows(key.child(_UNTOUCHED, slice_), 0, int(end - start), math.log(share))
             for key, start, end in zip(keys, starts, starts[1:])
         ]
-        fresh = np.concatenate([own + start for start, (own, _) in zip(starts, drawn)])
+        fresh = np.concatenate([numbers + start for start, (numbers, _) in zip(starts, drawn)])
         exponential = slice_ * width - np.log1p(-share * np.concatenate([marks for _, marks in drawn]))
-        new = ~np.isin(fresh, seen)
-        seen = np.concatenate([seen, fresh[new]])
+        new = ~np.isin(fresh, passed)
+        passed = np.concatenate([passed, fresh[new]])
         new &= ~np.isin(fresh, rows)
-        found.append(fresh[new])
+        largest.append(fresh[new])
         values.append(-np.log(exponential[new]))
         missing, slice_ = missing - int(new.sum()), slice_ + 1
-    return np.concatenate(found), np.concatenate(values)
+    return np.concatenate(largest), np.concatenate(values)

@@ -21,7 +21,7 @@ from sparsedp.contribution import Contribution
 from sparsedp.errors import SparseDPWarning, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.grid import grid_of, round_to
-from sparsedp.mechanisms.base import Count, Frequencies, Mechanism, Step
+from sparsedp.mechanisms.base import Count, CountedData, Mechanism, Step
 from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.noise import RandomKey
 from sparsedp.tables import TableSpec
@@ -62,7 +62,7 @@ class FEST(Mechanism):
     split: Literal["global", "tables"] = "global"
     count_clip: float = 1.0
     inputs: Callable[[Any], Any] | None = field(default=None, compare=False, repr=False)
-    frequencies: Frequencies = "all"
+    frequencies: CountedData = "all"
 
     def __post_init__(self) -> None:
         if not isinstance(self.k, int) or self.k < 1:
@@ -71,7 +71,7 @@ class FEST(Mechanism):
             raise ValueError(f"method must be 'gaussian' or 'gumbel', not {self.method!r}")
         if self.split not in ("global", "tables"):
             raise ValueError(f"split must be 'global' or 'tables', not {self.split!r}")
-        if self.frequencies not in get_args(Frequencies):
+        if self.frequencies not in get_args(CountedData):
             raise ValueError(f"frequencies must be 'all', 'first' or 'running', not {self.frequencies!r}")
         if self.frequencies == "running" and self.method == "gumbel":
             raise ValueError(
@@ -87,6 +87,10 @@ class FEST(Mechanism):
                 raise ValueError(f"{name} must lie between {low} and {high}, not {getattr(self, name)}")
 
     prepares: ClassVar[bool] = True
+
+    @property
+    def counted_data(self) -> CountedData:
+        return self.frequencies
 
     @property
     def guarantee(self) -> str:

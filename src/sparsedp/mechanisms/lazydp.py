@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from sparsedp.capture import Captured, RowSpace
 from sparsedp.contribution import touched_rows, warn_of_whole_tables
+from sparsedp.errors import UnsupportedError
 from sparsedp.mechanisms.base import Mechanism, Step
 from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.tables import LazyOwner, Owner, Ownership
@@ -27,7 +30,7 @@ class LazyDP(Mechanism):
     name: ClassVar[str] = "lazydp"
     selects: ClassVar[bool] = True
     takes_users: ClassVar[bool] = True
-    lazy: ClassVar[bool] = True
+    noise_waits: ClassVar[bool] = True
     aggregate: bool = True
 
     @property
@@ -36,6 +39,27 @@ class LazyDP(Mechanism):
             "(epsilon, delta)-differential privacy, as DP-SGD's, for settled weights: what state_dict, checkpoints, copies "
             "and the module's outputs give. The memory of the training process between steps is not covered"
         )
+
+    @property
+    def rounded(self) -> str:
+        return "each sum with its noise, and each settled row of a table,"
+
+    def refuse_optimizer(
+        self, optimizer: Optimizer, tables: Collection[str], parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        if type(optimizer) is not torch.optim.SGD:
+            raise UnsupportedError(
+                f"LazyDP adds up the noise of many steps, which takes an update that is linear in it: torch.optim.SGD, with any "
+                f"learning-rate schedule, momentum and weight decay. {type(optimizer).__name__} is not. Use SGD, or AdaFEST or "
+                "FEST with Adagrad."
+            )
+        for group in optimizer.param_groups:
+            if group["dampening"]:
+                raise UnsupportedError(
+                    "LazyDP has no rule for dampening, whose first step differs from the others. Set it to 0."
+                )
+            if group["differentiable"]:
+                raise UnsupportedError("LazyDP has no rule for SGD(differentiable=True). Leave it off.")
 
     def owner(self, ownership: Ownership) -> Owner:
         return LazyOwner(ownership, self.aggregate)

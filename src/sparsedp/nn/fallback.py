@@ -7,15 +7,17 @@ nothing, and the selection itself is released with differential privacy, so the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from sparsedp.fallback import FallbackTable
 
-class _Fallback(nn.Module):
+
+class _Fallback(FallbackTable):
     """What both forms share: `kept`, (rows + 1,) bool, says which ids have their own row. At first all have."""
 
     num_embeddings: int  # rows of the table, with the fallback
@@ -43,6 +45,22 @@ class _Fallback(nn.Module):
         self.kept[self.fallback] = True
         if self.padding_idx is not None:
             self.kept[self.padding_idx] = True
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        kept = self.kept.clone()
+        try:
+            yield
+        finally:
+            self.kept.copy_(kept)
+
+    @contextmanager
+    def real_ids(self) -> Iterator[None]:
+        self._maps = False
+        try:
+            yield
+        finally:
+            self._maps = True
 
     def _rows(self, ids: Tensor) -> Tensor:
         return torch.where(self.kept[ids], ids, self.fallback) if self._maps else ids
@@ -102,42 +120,3 @@ def _padding(index: int | None, rows: int) -> int | None:
     if not -rows <= index < rows:
         raise ValueError(f"padding_idx must lie between {-rows} and {rows - 1}, not {index}")
     return index % rows
-
-
-def keep_selection(module: nn.Module, selection: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A selection made before training, with the fallback rows of `module`'s tables; tells these tables about it."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    chosen = dict(selection)
-    for part in module.modules():
-        if isinstance(part, _Fallback) and (name := names[id(part.weight)]) in chosen:
-            chosen[name] = torch.unique(torch.cat([chosen[name], chosen[name].new_tensor([part.fallback])]))
-            part.keep(chosen[name])
-    return chosen
-
-
-def has_fallback(module: nn.Module) -> bool:
-    return any(isinstance(part, _Fallback) for part in module.modules())
-
-
-@contextmanager
-def kept_for_now(module: nn.Module, selection: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """Within it, tables are as after `keep_selection`, whose result it gives; afterwards as they were."""
-    before = [(part, part.kept.clone()) for part in module.modules() if isinstance(part, _Fallback)]
-    try:
-        yield keep_selection(module, selection)
-    finally:
-        for part, kept in before:
-            part.kept.copy_(kept)
-
-
-@contextmanager
-def real_ids(module: nn.Module) -> Iterator[None]:
-    """Within it no id becomes the fallback, so that a count for the next selection sees what the data hold."""
-    parts = [part for part in module.modules() if isinstance(part, _Fallback)]
-    for part in parts:
-        part._maps = False
-    try:
-        yield
-    finally:
-        for part in parts:
-            part._maps = True

@@ -2,7 +2,7 @@
 
 from sparsedp.sampling.collate import collate_anew, is_repeatable
 from sparsedp.sampling.draws import BatchInfo
-from sparsedp.sampling.loader import PrivateLoader, private_loader
+from sparsedp.sampling.loader import PrivateLoader
 from sparsedp.sampling.poisson import poisson_indices
 from sparsedp.sampling.stream import Stream, StreamPlan
 from sparsedp.sampling.users import Users, owners_of, users_of, whole_users
@@ -17,7 +17,6 @@ __all__ = [
     "is_repeatable",
     "owners_of",
     "poisson_indices",
-    "private_loader",
     "users_of",
     "whole_users",
 ]

@@ -25,23 +25,6 @@ _END = object()
 _STATE_KEYS = ("step", "epoch", "epoch_position")
 
 
-def private_loader(
-    loader: DataLoader,
-    *,
-    key: RandomKey,
-    poisson: bool = True,
-    max_physical_batch: int | None = None,
-    stream: Stream | None = None,
-    users: Users | None = None,
-    public_inputs: Sequence[str] = (),
-) -> PrivateLoader:
-    """The user's loader, with Poisson batches (or its own shuffled ones) drawn from `key`."""
-    return PrivateLoader(
-        loader, key=key, poisson=poisson, max_physical_batch=max_physical_batch, stream=stream, users=users,
-        public_inputs=public_inputs,
-    )  # fmt: skip
-
-
 class PrivateLoader(DataLoader[Any]):
     """A DataLoader over the same data set that samples every batch from `key`.
 

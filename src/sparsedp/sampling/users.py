@@ -68,8 +68,8 @@ class Users:
         whose = np.repeat(np.arange(len(users)), sizes)
         rank = np.arange(len(whose)) - np.repeat(np.cumsum(sizes) - sizes, sizes)  # among the user's own
         if self.limit is not None and (sizes > self.limit).any():
-            mixed = np.lexsort((generator.words(len(whose)), whose))  # each user's own, in random order
-            kept = np.sort(mixed[rank < self.limit])
+            shuffled = np.lexsort((generator.words(len(whose)), whose))  # each user's own, in random order
+            kept = np.sort(shuffled[rank < self.limit])
             whose, rank, sizes = whose[kept], rank[kept], np.minimum(sizes, self.limit)
         return self.order[self.begin[users][whose] + rank], sizes
 

@@ -85,9 +85,9 @@ def _torch_state(words: np.ndarray) -> torch.Tensor:
     """
     state = _torch_template().copy()
     state[:8] = words[:1].view(np.uint8)
-    mixed = words[1:].view(np.uint32).astype(np.uint64)
-    mixed[0] |= np.uint64(0x80000000)  # an all-zero state would stay zero
-    state[24 : 24 + 8 * _MT_WORDS] = mixed.view(np.uint8)
+    state_words = words[1:].view(np.uint32).astype(np.uint64)
+    state_words[0] |= np.uint64(0x80000000)  # an all-zero state would stay zero
+    state[24 : 24 + 8 * _MT_WORDS] = state_words.view(np.uint8)
     return torch.from_numpy(state)
 
 

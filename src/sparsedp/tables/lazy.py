@@ -111,8 +111,8 @@ class LazyOwner(Owner):
             self._keys = self.run.key(), self.run.key().child(WAITING)
         return self._keys[1]
 
-    def attach(self, whole: Owner | None = None) -> Callable[[Callable, tuple, dict], None]:
-        self._guard = whole or self
+    def attach(self, settler: Owner | None = None) -> Callable[[Callable, tuple, dict], None]:
+        self._guard = settler or self
         for name, parameter in self.run.parameters.items():
             guard(parameter, self._guard, name)
         return settle_before
@@ -136,7 +136,7 @@ class LazyOwner(Owner):
             self._settle(name, rows)
 
     def _settle(self, name: str, ids: Tensor) -> None:
-        self._require_whole()
+        self._require_intact()
         group = self._group_of[name]
         table = group.tables[name]
         if table.settled >= group.pending.steps or not table.trained:
@@ -157,7 +157,7 @@ class LazyOwner(Owner):
     def settle_all(self, names: Collection[str] | None = None) -> None:
         """Settles all rows of some tables, or of all."""
         with self.run.stage("settling"):
-            self._require_whole()
+            self._require_intact()
             for name, group in self._group_of.items():
                 table = group.tables[name]
                 if (names is None or name in names) and table.trained and table.settled < group.pending.steps:
@@ -231,7 +231,7 @@ class LazyOwner(Owner):
         with _unsafe_preserve_version_counter(weight), self._moving():
             yield
 
-    def _require_whole(self) -> None:
+    def _require_intact(self) -> None:
         with self._lock:  # another thread may be settling
             if self.broken:
                 raise SparseDPError(

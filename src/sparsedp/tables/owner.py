@@ -65,10 +65,10 @@ class Owner(ABC):
     def _rows_of(self, name: str) -> dict[str, Tensor]:
         parameter, owned = self.run.parameters[name], self.run.owned(name)
         kept = self.run.optimizer.state.get(parameter, {})
-        whole = {"weight": parameter, **{key: value for key, value in kept.items() if isinstance(value, Tensor)}}
+        tensors = {"weight": parameter, **{key: value for key, value in kept.items() if isinstance(value, Tensor)}}
         return {
             key: value.detach().as_subclass(Tensor)[owned.start : owned.stop]
-            for key, value in whole.items()
+            for key, value in tensors.items()
             if value.shape == parameter.shape and value.layout == torch.strided
         }
 
@@ -104,10 +104,10 @@ class Owner(ABC):
         """Within it all weights are replaced; afterwards no row is owed anything. If that fails, it is as before."""
         return nullcontext()
 
-    def attach(self, whole: Owner | None = None) -> Callable[[Callable, tuple, dict], None] | None:
+    def attach(self, settler: Owner | None = None) -> Callable[[Callable, tuple, dict], None] | None:
         """Stands before the weights from now on, if rows may be owed something.
 
-        `whole` is the owner of all rows, if this one has a part of them. Returns what has to be called before operations that
+        `settler` is the owner of all rows, if this one has a part of them. Returns what has to be called before operations that
         no guard sees, such as those of a forward pass under capture; None if there is nothing to do before them.
         """
         return None
@@ -181,7 +181,7 @@ class SeveralOwners(Owner):
                 stack.enter_context(owner.replaced())
             yield
 
-    def attach(self, whole: Owner | None = None) -> Callable[[Callable, tuple, dict], None] | None:
+    def attach(self, settler: Owner | None = None) -> Callable[[Callable, tuple, dict], None] | None:
         before = None
         for owner in self.owners:
             before = owner.attach(self)
