@@ -28,6 +28,7 @@ from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import LossReduction, PrivacyPlan, Unit, default_delta, require_delta
 from sparsedp.prediction import Look, look_at_counts, look_at_data
 from sparsedp.preparation import Preparation
+from sparsedp.progress import Progress, no_progress
 from sparsedp.refusals import private_parameters, refuse_module, refuse_optimizer
 from sparsedp.sampling import BatchInfo, PrivateLoader, Stream, Users, private_loader, users_of
 from sparsedp.signature import read_key, sign_order
@@ -63,6 +64,9 @@ class PrivacyEngine:
 
     With a `ledger_key`, a secret of at least 16 bytes or the path of a file that holds one (and is made if there is none),
     checkpoints are signed: one that was edited, or that was written on data in other periods or of other users, is refused.
+
+    `progress` (`sparsedp.progress.Progress`) is told how far the tasks are that may take long: counting the data, and settling a
+    large table.
     """
 
     def __init__(
@@ -72,12 +76,14 @@ class PrivacyEngine:
         *,
         allow_large_delta: bool = False,
         ledger_key: bytes | str | os.PathLike[str] | None = None,
+        progress: Progress = no_progress,
     ) -> None:
         self.accountant = find_accountant(accountant).name
         self.ledger = Ledger()
         self._seed = seed
         self._allow_large_delta = allow_large_delta
         self._signing_key = None if ledger_key is None else read_key(ledger_key)
+        self._progress = progress
         self._resumed = False  # whether a checkpoint was loaded
         self._key = RandomKey.from_os() if seed is None else RandomKey.from_seed(seed)
         self._plan: PrivacyPlan | None = None
@@ -202,6 +208,7 @@ class PrivacyEngine:
             stream=stream,
             users=_users(unit, mechanism, data_loader, users, max_examples_per_user),
             public_inputs=public_inputs,
+            progress=self._progress,
         )
         style = clipping if isinstance(clipping, Clipping) else Clipping(max_grad_norm, clipping)
         plan = PrivacyPlan(
@@ -251,6 +258,7 @@ class PrivacyEngine:
             current_batch=lambda: loader.current,
             preparation=preparation,
         )
+        private.private_step.progress = self._progress
         for parameter in parameters.values():
             parameter.grad = None
         capture.attach()

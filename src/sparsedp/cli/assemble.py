@@ -32,6 +32,7 @@ from sparsedp.cli.config import (
     SchedulerConfig,
     SequencesData,
 )
+from sparsedp.cli.progress import draw_progress
 from sparsedp.cli.sequences import (
     SequenceCollate,
     load_sequences,
@@ -114,6 +115,7 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
         training.seed,
         allow_large_delta=privacy.allow_large_delta,
         ledger_key=privacy.ledger_key,
+        progress=draw_progress,
     )
     units = _units(config, data)
     delta = default_delta(units) if privacy.target_delta is None else privacy.target_delta

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -105,6 +106,15 @@ class Bar(Quiet):
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
+
+
+@contextmanager
+def draw_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A `sparsedp.progress.Progress`: a bar on the error stream while a task lasts, if that is a terminal."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)
 
 
 def every_few_seconds(tell: Callable[[int], None]) -> Callable[[int], None]:
