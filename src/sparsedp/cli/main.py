@@ -18,12 +18,7 @@ from sparsedp.version import __version__
 
 # Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the command's description.
 COMMANDS = {
-    "train": "sparsedp.cli.train",
-    "evaluate": "sparsedp.cli.evaluaterun",
-    "export": "sparsedp.cli.export",
-    "plan": "sparsedp.cli.plan",
-    "sweep": "sparsedp.cli.sweep",
-    "account": "sparsedp.cli.account",
+    name: f"sparsedp.cli.commands.{name}" for name in ("train", "evaluate", "export", "plan", "sweep", "account")
 }
 REFUSED, INTERRUPTED = 2, 130
 

@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from sparsedp.accounting.ledger import Entry
-from sparsedp.cli.assemble import Prepared, model_bytes, tensor_bytes
-from sparsedp.cli.config import Config
-from sparsedp.cli.evaluate import DivergedError, evaluate, evaluate_on
+from sparsedp.cli.collate import SequenceCollate
+from sparsedp.cli.config.config import Config
+from sparsedp.cli.evaluation import DivergedError, evaluate, evaluate_on
 from sparsedp.cli.files import require_space
-from sparsedp.cli.load import BUNDLED
 from sparsedp.cli.loop import Step, steps_of_epoch
+from sparsedp.cli.prepare import Prepared, model_bytes, release_frequencies, tensor_bytes
 from sparsedp.cli.progress import Reporter, Status, evaluation_progress
 from sparsedp.cli.result import FAILED, RunResult, Totals
+from sparsedp.cli.resume import command_on_run
 from sparsedp.cli.runfolder import RunFolder
-from sparsedp.cli.sequences import SequenceCollate, release_frequencies
 from sparsedp.cli.signals import StopRequests
 from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import one_line
@@ -409,12 +409,3 @@ class Training:
         if self.failure is not None:
             return FAILED + self.failure
         return "done" if self.evaluated == self.step else "not yet"
-
-
-def command_on_run(name: str, config: Config, folder: RunFolder) -> str:
-    """What to type for `name`, with the folder, the configuration beside which the code lies, and trusted packages."""
-    words = ["sparsedp", name, str(folder.path)]
-    given = config.code.configuration
-    if given is not None and any(map(config.code.is_beside, config.addresses().values())):
-        words += ["--code", given.stem if given.parent == BUNDLED else str(given)]
-    return " ".join([*words, *(f"--trust {package}" for package in config.code.trusted)])
