@@ -20,6 +20,7 @@ import torch
 import sparsedp.cli.config.load
 import sparsedp.cli.loop
 import sparsedp.cli.run
+import sparsedp.cli.scheduled_evaluation
 import sparsedp.cli.training
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.cli.main import main
@@ -99,8 +100,8 @@ STAGES: dict[str, tuple[Any, str, int, str]] = {
     "after the update": (torch.optim.SGD, "step", 5, "after"),
     "after a step": (PrivateOptimizer, "step", 10, "after"),
     "log": (RunFolder, "log", 3, "before"),
-    "first evaluation": (sparsedp.cli.training, "evaluate", 1, "before"),
-    "last evaluation": (sparsedp.cli.training, "evaluate", 2, "before"),
+    "first evaluation": (sparsedp.cli.scheduled_evaluation, "evaluate", 1, "before"),
+    "last evaluation": (sparsedp.cli.scheduled_evaluation, "evaluate", 2, "before"),
     "checkpoint": (PrivacyEngine, "save_checkpoint", 2, "before"),
     "final checkpoint": (PrivacyEngine, "save_checkpoint", 3, "after"),
     "release": (RunFolder, "write_release", 1, "before"),

@@ -38,8 +38,17 @@ class Prepared:
     scheduler: LambdaLR
     loss: Loss
     data: Data
-    steps: int
+    steps: int  # of the run in all
     delta: float
+
+    @property
+    def steps_taken(self) -> int:
+        """Those that the ledger has counted, in the runs that this one resumes, too."""
+        return self.engine.ledger.steps
+
+    @property
+    def finished(self) -> bool:
+        return self.steps_taken == self.steps
 
 
 def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
