@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(program: str, args: argparse.Namespace) -> int:
-    """`args.run(args)`, with what is refused, and interruptions, told in one line. Returns the exit code."""
+    """Calls `args.run(args)` and returns the exit code. Refusals and interruptions are printed in one line."""
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning(program, warnings.showwarning)
         try:
@@ -80,7 +80,7 @@ def run_command(program: str, args: argparse.Namespace) -> int:
 
 
 def _show_warning(program: str, otherwise: Any) -> Any:
-    """SparseDP's own warnings in one line; all others as ever."""
+    """SparseDP's warnings in one line; all others as before."""
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, SparseDPWarning):

@@ -48,7 +48,7 @@ def plan_report(
         raise ConfigError(
             f"--gradient-size and --reduction look for AdaFEST's threshold; privacy.mechanism is {mechanism.name!r}"
         )
-    given = None if counts is None else _read_counts(counts)
+    public_counts = None if counts is None else _read_counts(counts)
     limit_threads(config)
     data = with_collate(config, load_data(config))
     model = make_model(config, data.training)
@@ -88,7 +88,7 @@ def plan_report(
         "dense_gradient_size": dense_size,
     }
     if dense_size:
-        look = parts.engine.look() if given is None else _look_at(counts, parts, *given)
+        look = parts.engine.look() if public_counts is None else _look_at(counts, parts, *public_counts)
         try:
             report["predicted"] = predict(plan, look).to_dict()
         except UnsupportedError as error:  # a mechanism of the user's own
@@ -97,7 +97,7 @@ def plan_report(
             gradient_size = dense_size / reduction
         if gradient_size is not None:
             report["suggested"] = _suggested(plan, look, gradient_size)
-    elif not (given is None and gradient_size is None and reduction is None):
+    elif not (public_counts is None and gradient_size is None and reduction is None):
         raise ConfigError("--counts, --gradient-size and --reduction are about tables; this run trains none")
     # The model is thrown away, so that the steps that are measured spend nobody's budget.
     if measure:

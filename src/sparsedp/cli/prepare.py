@@ -194,7 +194,9 @@ def make_model(config: Config, training: Any) -> nn.Module:
 
 
 def tell_noise(config: Config, model: nn.Module, training: Any, plan: PrivacyPlan | None = None) -> None:
-    """Tells a model that corrects for noise how much there is; before there is a plan, of some, so that it can be tried."""
+    """Tells a model that corrects for noise how much there is. Before there is a plan, an arbitrary amount, so that the model
+    can be tried.
+    """
     config.model.tell_noise(
         model,
         training,

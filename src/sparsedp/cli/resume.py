@@ -33,7 +33,7 @@ def resumed_config(
     code: str | None,
     may_change: Set[str] = MAY_CHANGE,
 ) -> Config:
-    """The run's own configuration. Another one, or --set, may change what the result does not hang on."""
+    """The configuration that the run was started with. Another one, or --set, may change the keys `may_change` alone."""
     require_run_folder(folder)
     old, new = RunFolder(folder).load_config(source, overrides, trust, code)
     refused = sorted(key for key in differences(old, new) if not any(covers(allowed, key) for allowed in may_change))

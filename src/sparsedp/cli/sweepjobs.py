@@ -158,10 +158,10 @@ def _side_by_side(jobs: Sequence[Job], processes: int, should_stop: Callable[[],
 
 class _Worker:
     def __init__(self, context: Any, stop: Any) -> None:
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, stop, os.getpid()), daemon=False)
+        self.connection, other_end = context.Pipe()
+        self.process = context.Process(target=_work, args=(other_end, stop, os.getpid()), daemon=False)
         self.process.start()
-        theirs.close()  # so that a dead worker's pipe ends
+        other_end.close()  # so that a dead worker's pipe ends
         self.job: Job | None = None
 
     def finish(self) -> Outcome:

@@ -25,7 +25,7 @@ class Config:
     )
     stream: StreamConfig | None = None
     name: str = "run"
-    # Where the code that it names may come from: no key, but told by who reads it.
+    # Where the code that it names may come from. Not a key: set by who reads the configuration.
     code: Code = field(default=Code(), compare=False, repr=False, metadata={"given": False})
 
     def __post_init__(self) -> None:

@@ -90,7 +90,7 @@ def dump_config(config: Config | dict[str, Any]) -> str:
 def explain_config(config: Config) -> str:
     """The configuration as YAML, every key with its value and what the bundled ones say about it."""
     comments: dict[str, str | None] = {}
-    for name in ("demo", *bundled_names()):  # the demo speaks for all keys that it has; the others add theirs
+    for name in ("demo", *bundled_names()):  # the demo's comments come first; the others add those of further keys
         for _, path, comment in _key_lines((BUNDLED / f"{name}.yaml").read_text()):
             comments.setdefault(path, comment)
     text = dump_config(config)

@@ -44,7 +44,7 @@ class ModelKind(ABC):
     def tell_noise(  # noqa: B027
         self, model: nn.Module, training: Any, *, noise_multiplier: float, batch_size: int, releases_frequencies: bool
     ) -> None:
-        """Tells a model that corrects for noise, which most do not, how much of it there will be.
+        """Tells the model how much noise there will be, if it is one that corrects for it.
 
         With `releases_frequencies` the items' frequencies are released in the run, and not known before.
         """

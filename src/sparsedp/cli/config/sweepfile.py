@@ -204,24 +204,24 @@ def expand(sweep: Sweep, path: Path, overrides: Sequence[str] = (), trust: Seque
     names = _short_names([*sweep.over, *(key for group in groups.values() for key in group.grid)])
     runs = []
     for seed, (name, group) in itertools.product(sweep.seeds, groups.items()):
-        here = f"{path.name}: {sweep.section(name)}.{name}"
+        group_key = f"{path.name}: {sweep.section(name)}.{name}"
         for point in _combinations(sweep.axes(name, group)):
             for settings in _combinations(group.grid):
                 values = copy.deepcopy(base)
                 changed = dict(where)
                 parts = {
-                    here: _built_in(name, values),
-                    f"{here}.set": group.set,
+                    group_key: _built_in(name, values),
+                    f"{group_key}.set": group.set,
                     f"{path.name}: over": point,
-                    f"{here}.grid": settings,
+                    f"{group_key}.grid": settings,
                 }
                 for part, changes in parts.items():
                     for key, value in changes.items():
                         changed[key] = f"{part}.{key}"
                         put(values, key, copy.deepcopy(value), changed[key])
                 id = _run_id(name, {**point, **settings}, seed, names)
-                put(values, "training.init_seed", seed, here)
-                put(values, "training.seed", seed if sweep.seeded else None, here)
+                put(values, "training.init_seed", seed, group_key)
+                put(values, "training.seed", seed if sweep.seeded else None, group_key)
                 values["name"] = id
                 runs.append(SweepRun(id, name, point, settings, seed, make_config(values, path.name, changed, code)))
     _check(runs)

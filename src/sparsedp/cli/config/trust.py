@@ -6,9 +6,9 @@ A configuration is data that may come from anybody, and "package.module:callable
 - what is defined in a file beside the configuration that the user named on the command line,
 - what is defined in a package that the user named with --trust.
 
-"Defined in" is meant: `mine:os.system` and `mine:check_output`, which mine.py has imported, belong to others. The folder of a
-run is no configuration that the user named, and no file in it is one that code may lie beside: whoever hands it over would
-decide what runs.
+It must be defined there, not imported: `mine:os.system` and `mine:check_output`, which mine.py imports, are refused. The folder
+of a run is no configuration that the user named, and code beside the files in it is refused: otherwise whoever hands the folder
+over would decide what runs.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ class Code:
         if folder is not None:
             _search_first(folder)
         elif top not in sys.modules and PathFinder.find_spec(top) is None:
-            here = str(Path.cwd())  # as `python -m` does, but behind what is installed
-            sys.path += [here] if PathFinder.find_spec(top, [here]) is not None else []
+            directory = str(Path.cwd())  # as `python -m` does, but behind what is installed
+            sys.path += [directory] if PathFinder.find_spec(top, [directory]) is not None else []
         module = _import(module_name, address, key, "neither installed nor in the current directory")
         changed = self._changed(module_name, _file(module))
         if changed is not None:
@@ -237,7 +237,7 @@ def _import(module_name: str, address: str, key: str, where: str) -> types.Modul
 
 
 def _search_first(folder: Path) -> None:
-    """Lets imports look here first, as for a script: for what the user's module imports, and for worker processes."""
+    """Puts the folder first in the search path, as for a script: for what the user's module imports, and for worker processes."""
     if sys.path[0] != str(folder):
         sys.path.insert(0, str(folder))
 
