@@ -15,10 +15,10 @@ import sparsedp
 from documentation import DOCS, code_of
 from neighbours import CLIP, largest_influence
 from sparsedp.accounting import accountant_names, epsilon_of, get_epsilon
-from sparsedp.cli.config import PrivacyConfig
-from sparsedp.cli.load import load_config
+from sparsedp.cli.config.load import load_config
+from sparsedp.cli.config.schema import SchemaError, build
+from sparsedp.cli.config.sections import PrivacyConfig
 from sparsedp.cli.main import main
-from sparsedp.cli.schema import SchemaError, build
 from sparsedp.clipping import Clipping
 from sparsedp.errors import UnsupportedError
 from support import Apply, assert_exact, capture_uses, clicks, dense, loader_of, train

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sparsedp
-from sparsedp.cli.config import PrivacyConfig, TrainingConfig
+from sparsedp.cli.config.sections import PrivacyConfig, TrainingConfig
 from sparsedp.clipping import Clipping
 from sparsedp.errors import UnsupportedError
 from sparsedp.plan import PrivacyPlan

@@ -13,12 +13,12 @@ from __future__ import annotations
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsedp.cli.load import load_config
-from sparsedp.cli.sequences import load_sequences, make_sequence_model
+from sparsedp.cli.config.load import load_config
 from sparsedp.data.ranking import rank_held_out
 from sparsedp.models import DPFormer
 
@@ -36,8 +36,9 @@ def main() -> None:
 
 def look(run: Path) -> list[str]:
     config = load_config(run / "private/config.yaml")
-    training, held_out = load_sequences(config.data)  # type: ignore[arg-type]
-    model = make_sequence_model(config.model, training)  # type: ignore[arg-type]
+    data = config.data.load(config.code)
+    held_out: Any = data.held_out
+    model = config.model.make(data.training, config.code)
     model.load_state_dict(torch.load(run / "release/model.pt", weights_only=True))
     model.eval()
     own = rank_held_out(model.score_next, held_out)  # type: ignore[arg-type]

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 from torch.utils.data import Subset
 
@@ -112,13 +110,12 @@ def glances(
         infos = (BatchInfo(len(sizes), len(sizes), True, True, 0, owners=owners_of(sizes)) for _, sizes in parts)
         count = len(parts)
     batches = loader.counting(data, **how)
-    with Progress(console=Console(stderr=True), transient=True, disable=not Console(stderr=True).is_terminal) as bar:
-        task = bar.add_task("counting rows", total=count)
+    with loader.progress("counting rows", count) as advance:
         for batch, info in zip(batches, infos):
             args, kwargs = _arguments(batch, inputs)
             info = replace(info, unit_axes=loader.layout.unit_axes_of(batch))
             yield capture.glance(lambda args=args, kwargs=kwargs: module(*args, **kwargs), info)  # type: ignore[misc]
-            bar.advance(task)
+            advance(1)
 
 
 def _of_users(loader: PrivateLoader, users: np.ndarray, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -24,6 +24,7 @@ from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import PrivacyPlan, default_delta, require_delta
 from sparsedp.prediction import Look, look_at_counts, look_at_data
 from sparsedp.preparation import Preparation
+from sparsedp.progress import Progress, no_progress
 from sparsedp.refusals import private_parameters, refuse_module, refuse_optimizer
 from sparsedp.sampling import PrivateLoader
 from sparsedp.settings import ExecutionSettings, PrivacySettings, SettingsKeywords, read_settings, takes_settings
@@ -46,6 +47,9 @@ class PrivacyEngine:
 
     With a `ledger_key`, a secret of at least 16 bytes or the path of a file that holds one (and is made if there is none),
     checkpoints are signed: one that was edited, or that was written on data in other periods or of other users, is refused.
+
+    `progress` (`sparsedp.progress.Progress`) is told how far the tasks are that may take long: counting the data, and settling a
+    large table.
     """
 
     def __init__(
@@ -55,12 +59,14 @@ class PrivacyEngine:
         *,
         allow_large_delta: bool = False,
         ledger_key: bytes | str | os.PathLike[str] | None = None,
+        progress: Progress = no_progress,
     ) -> None:
         self.accountant = find_accountant(accountant).name
         self.ledger = Ledger()
         self._seed = seed
         self._allow_large_delta = allow_large_delta
         self._signing_key = None if ledger_key is None else read_key(ledger_key)
+        self._progress = progress
         self._resumed = False  # whether a checkpoint was loaded
         self._key = RandomKey.from_os() if seed is None else RandomKey.from_seed(seed)
         self._plan: PrivacyPlan | None = None
@@ -138,6 +144,7 @@ class PrivacyEngine:
             stream=settings.stream,
             users=settings.users_of(data_loader.dataset),
             public_inputs=settings.public_inputs,
+            progress=self._progress,
         )
         plan = PrivacyPlan.of(
             settings,
@@ -176,6 +183,7 @@ class PrivacyEngine:
             current_batch=lambda: loader.current,
             preparation=preparation,
         )
+        private.private_step.progress = self._progress
         for parameter in parameters.values():
             parameter.grad = None
         capture.attach()

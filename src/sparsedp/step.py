@@ -30,6 +30,7 @@ from sparsedp.mechanisms.base import Step
 from sparsedp.noise import SELECTION, GaussianNoise
 from sparsedp.plan import PrivacyPlan
 from sparsedp.preparation import Preparation
+from sparsedp.progress import Progress, no_progress
 from sparsedp.sampling import BatchInfo
 from sparsedp.step_report import StepReport, StepTally
 from sparsedp.tables import Ownership, TableSpec
@@ -54,6 +55,7 @@ class PrivateStep:
         self.tables = tables
         # Entered around each stage of a step; benchmarks put a stopwatch here.
         self.stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
+        self.progress: Progress = no_progress  # told of the settling of a large table
         self._parameters = dict(parameters)
         self._buffers: dict[str, Tensor] = {}  # of gradients, from step to step
         self._last: StepReport | Callable[[], StepReport] | None = None
@@ -68,6 +70,7 @@ class PrivateStep:
                 std=self.std,
                 steps=lambda: self.ledger.steps,
                 stage=lambda name: self.stage(name),
+                progress=lambda title, total: self.progress(title, total),
             )
         )
         self.forget()

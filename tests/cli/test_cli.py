@@ -18,12 +18,13 @@ import pytest
 import torch
 
 from sparsedp.accounting import get_epsilon
-from sparsedp.cli.assemble import default_delta, learning_rate_share
-from sparsedp.cli.config import Config, SchedulerConfig
-from sparsedp.cli.load import load_config
+from sparsedp.cli.config.config import Config
+from sparsedp.cli.config.load import load_config
+from sparsedp.cli.config.sections import SchedulerConfig
 from sparsedp.cli.main import COMMANDS, main
-from sparsedp.cli.train import run_training
+from sparsedp.cli.run import run_training
 from sparsedp.data import generated_click_log, write_click_log
+from sparsedp.plan import default_delta
 
 TINY = """
 data: {kind: generated, rows: 1000, scale: 0.01}
@@ -540,7 +541,7 @@ ADAFEST = "privacy.mechanism={name: adafest, threshold: 4.0, noise_ratio: 2.0}"
 
 @pytest.mark.parametrize("mechanism", [ADAFEST, "privacy.mechanism={name: fest, k: 200, epsilon: 1.0, split: tables}"])
 def test_plan_predicts_what_the_run_does(mechanism: str) -> None:
-    from sparsedp.cli.plan import plan_report
+    from sparsedp.cli.plan_report import plan_report
 
     config = load_config("tiny.yaml", [mechanism, "training.epochs=3", "training.seed=0"])
     report = plan_report(config)
@@ -636,7 +637,7 @@ def test_plan_refuses_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_plan_agrees_with_the_run() -> None:
-    from sparsedp.cli.plan import plan_report
+    from sparsedp.cli.plan_report import plan_report
 
     report = plan_report(load_config("tiny.yaml"), measure=False)
     result = run_training(load_config("tiny.yaml"))
@@ -646,7 +647,7 @@ def test_plan_agrees_with_the_run() -> None:
 
 @pytest.mark.parametrize(("optimizer", "share"), [("SGD", 0), ("Adagrad", 1), ("Adam", 2)])
 def test_plan_knows_the_optimizers_state(optimizer: str, share: int) -> None:
-    from sparsedp.cli.plan import plan_report
+    from sparsedp.cli.plan_report import plan_report
 
     memory = plan_report(load_config("tiny.yaml", [f"optimizer.name={optimizer}"]), measure=False)["memory_bytes"]
     assert memory["optimizer_state"] == share * (memory["tables"] + memory["other_parameters"])
@@ -733,10 +734,10 @@ def test_default_delta_is_at_most_a_tenth_of_one_in_n(size: int, delta: float) -
 
 
 def test_schedules() -> None:
-    linear = learning_rate_share(SchedulerConfig("linear", warmup=4, final=0.2), 104)
+    linear = SchedulerConfig("linear", warmup=4, final=0.2).shares(104)
     assert [linear(i) for i in range(5)] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert linear(54) == pytest.approx(0.6) and linear(104) == pytest.approx(0.2)
-    cosine = learning_rate_share(SchedulerConfig("cosine"), 100)
+    cosine = SchedulerConfig("cosine").shares(100)
     assert [cosine(i) for i in (0, 50, 100)] == pytest.approx([1, 0.5, 0])
-    constant = learning_rate_share(SchedulerConfig("none", warmup=1), 10)
+    constant = SchedulerConfig("none", warmup=1).shares(10)
     assert [constant(i) for i in (0, 1, 9)] == [0.5, 1, 1]

@@ -14,18 +14,14 @@ import pytest
 import torch
 import yaml
 
-from sparsedp.cli.assemble import learning_rate_share, load_data, make_model, with_collate
-from sparsedp.cli.config import (
-    GeneratedSequencesData,
-    RecurrentModel,
-    SchedulerConfig,
-    SequencesData,
-    TransformerModel,
-)
-from sparsedp.cli.load import dump_config, load_config
+from sparsedp.cli.config.datasets import GeneratedSequencesData, SequencesData
+from sparsedp.cli.config.load import dump_config, load_config
+from sparsedp.cli.config.models import RecurrentModel, TransformerModel
+from sparsedp.cli.config.sections import SchedulerConfig
+from sparsedp.cli.evaluation import rank
 from sparsedp.cli.main import main
-from sparsedp.cli.sequences import rank
-from sparsedp.cli.train import run_training
+from sparsedp.cli.prepare import load_data, make_model, with_collate
+from sparsedp.cli.run import run_training
 from sparsedp.data.sequencefiles import FORMATS
 from sparsedp.errors import ConfigError
 
@@ -306,8 +302,8 @@ def test_a_data_set_without_sequences_is_refused() -> None:
 
 
 def test_warm_up_as_a_share_of_all_steps() -> None:
-    by_share = learning_rate_share(SchedulerConfig("linear", warmup_share=0.2), 100)
-    by_steps = learning_rate_share(SchedulerConfig("linear", warmup=20), 100)
+    by_share = SchedulerConfig("linear", warmup_share=0.2).shares(100)
+    by_steps = SchedulerConfig("linear", warmup=20).shares(100)
     assert [by_share(step) for step in range(101)] == [by_steps(step) for step in range(101)]
     assert by_share(0) < by_share(19) < by_share(20) == 1 > by_share(21)
 

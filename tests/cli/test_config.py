@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sparsedp.cli.config import ClickLogData, FileVocabulary, GeneratedData, OwnData, differences
-from sparsedp.cli.load import bundled_names, dump_config, explain_config, load_config
-from sparsedp.cli.schema import all_paths
+from sparsedp.cli.config.config import differences
+from sparsedp.cli.config.datasets import ClickLogData, FileVocabulary, GeneratedData, OwnData
+from sparsedp.cli.config.load import bundled_names, dump_config, explain_config, load_config
+from sparsedp.cli.config.schema import all_paths
 from sparsedp.errors import ConfigError
 from sparsedp.mechanisms import FEST
 

@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-import sparsedp.cli.load
+import sparsedp.cli.config.load
 import sparsedp.cli.loop
-import sparsedp.cli.train
+import sparsedp.cli.run
+import sparsedp.cli.scheduled_evaluation
 import sparsedp.cli.training
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.cli.main import main
@@ -85,10 +86,10 @@ ACTIONS: list[Callable[[], None]] = [raise_error, interrupt, full_disk]
 
 # Where a fault comes: the owner of a function, its name, and which of its calls; "after" lets the call happen first.
 STAGES: dict[str, tuple[Any, str, int, str]] = {
-    "configuration": (sparsedp.cli.load, "read_values", 1, "before"),
-    "data": (sparsedp.cli.train, "load_data", 1, "before"),
-    "model": (sparsedp.cli.train, "make_model", 1, "before"),
-    "make_private": (sparsedp.cli.train, "prepare", 1, "after"),
+    "configuration": (sparsedp.cli.config.load, "read_values", 1, "before"),
+    "data": (sparsedp.cli.run, "load_data", 1, "before"),
+    "model": (sparsedp.cli.run, "make_model", 1, "before"),
+    "make_private": (sparsedp.cli.run, "prepare", 1, "after"),
     "preparation": (sparsedp.cli.training, "release_frequencies", 1, "before"),
     "forward of the first step": (sparsedp.cli.loop, "forward", 1, "before"),
     "forward of a later step": (sparsedp.cli.loop, "forward", 7, "after"),
@@ -99,8 +100,8 @@ STAGES: dict[str, tuple[Any, str, int, str]] = {
     "after the update": (torch.optim.SGD, "step", 5, "after"),
     "after a step": (PrivateOptimizer, "step", 10, "after"),
     "log": (RunFolder, "log", 3, "before"),
-    "first evaluation": (sparsedp.cli.training, "evaluate", 1, "before"),
-    "last evaluation": (sparsedp.cli.training, "evaluate", 2, "before"),
+    "first evaluation": (sparsedp.cli.scheduled_evaluation, "evaluate", 1, "before"),
+    "last evaluation": (sparsedp.cli.scheduled_evaluation, "evaluate", 2, "before"),
     "checkpoint": (PrivacyEngine, "save_checkpoint", 2, "before"),
     "final checkpoint": (PrivacyEngine, "save_checkpoint", 3, "after"),
     "release": (RunFolder, "write_release", 1, "before"),

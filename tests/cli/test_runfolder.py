@@ -19,11 +19,11 @@ import torch
 import yaml
 
 import sparsedp.cli.training as training
+from sparsedp.cli.config.load import load_config
 from sparsedp.cli.files import in_units, locked, write_file
-from sparsedp.cli.load import load_config
 from sparsedp.cli.main import main
+from sparsedp.cli.run import run_training
 from sparsedp.cli.signals import StopRequests, stop_on_signals
-from sparsedp.cli.train import run_training
 from sparsedp.errors import SparseDPError
 
 CONFIG = """
@@ -144,8 +144,8 @@ def test_an_empty_held_out_part_is_refused_before_anything_is_spent(capsys: pyte
 
 
 def test_diverged_weights_are_still_called_so() -> None:
-    from sparsedp.cli.assemble import load_data, make_loss, make_model
-    from sparsedp.cli.evaluate import DivergedError, evaluate
+    from sparsedp.cli.evaluation import DivergedError, evaluate
+    from sparsedp.cli.prepare import load_data, make_model
 
     config = load_config("tiny.yaml")
     data = load_data(config)
@@ -153,12 +153,12 @@ def test_diverged_weights_are_still_called_so() -> None:
     with torch.no_grad():
         model.get_parameter("out.bias").fill_(float("nan"))
     with pytest.raises(DivergedError, match="the weights have diverged"):
-        evaluate(config, model, make_loss(config), data)
+        evaluate(config, model, config.make_loss(), data)
     with torch.no_grad():
         model.get_parameter("out.bias").fill_(3e38)
         model.get_parameter("out.weight").fill_(3e38)
     with pytest.raises(DivergedError, match="the model's outputs are too large"):
-        evaluate(config, model, make_loss(config), data)
+        evaluate(config, model, config.make_loss(), data)
 
 
 def test_rows_are_named_within_periods_and_subsets() -> None:
@@ -166,17 +166,17 @@ def test_rows_are_named_within_periods_and_subsets() -> None:
     import numpy as np
     from torch.utils.data import Subset
 
-    from sparsedp.cli.assemble import load_data, make_loss, make_model
-    from sparsedp.cli.evaluate import EvaluationError, evaluate_on
+    from sparsedp.cli.evaluation import EvaluationError, evaluate_on
+    from sparsedp.cli.prepare import load_data, make_model
 
     config = load_config("tiny.yaml", ["data.options.wrong=label", "data.options.row=20"])
     data = load_data(config)
     model = make_model(config, data.training)
     with pytest.raises(EvaluationError, match="held-out rows 20, 23"):
-        evaluate_on(config, model, make_loss(config), data.held_out, data.collate, np.arange(30) // 15)
+        evaluate_on(config, model, config.make_loss(), data.held_out, data.collate, np.arange(30) // 15)
     with pytest.raises(EvaluationError, match="held-out row 23"):
         part = Subset(data.held_out, range(21, 30))
-        evaluate_on(config, model, make_loss(config), part, data.collate)
+        evaluate_on(config, model, config.make_loss(), part, data.collate)
 
 
 def test_evaluate_takes_the_checkpoint_of_an_unfinished_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -495,13 +495,13 @@ def test_paths_of_data_stay_private(tmp_path: Path) -> None:
     assert "PRIVATE" in Path("cache/README.txt").read_text()
 
 
-def test_a_folder_of_an_earlier_version_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_the_configuration_of_a_run_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run").mkdir()
     for name in ("config.yaml", "metrics.jsonl", "checkpoint.pt"):
         Path("run", name).touch()
     for argv in (["train", "--resume", "run"], ["evaluate", "run"], ["export", "run"]):
         assert main(argv) == 2
-        assert "of a run of an earlier version" in capsys.readouterr().err
+        assert "run is not the folder of a run: it has no private/config.yaml" in capsys.readouterr().err
 
 
 def test_a_resumed_run_that_is_not_finished_takes_its_release_back() -> None:

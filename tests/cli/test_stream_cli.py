@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from sparsedp.cli.load import load_config
+from sparsedp.cli.config.load import load_config
 from sparsedp.cli.main import main
-from sparsedp.cli.train import run_training
+from sparsedp.cli.run import run_training
 from sparsedp.data import generated_click_log, write_click_log
 
 TINY = """
@@ -94,12 +94,12 @@ def test_a_run_over_days(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_metrics_by_period_are_those_of_the_period(folder: Path) -> None:
-    from sparsedp.cli.assemble import load_data, make_loss, make_model
-    from sparsedp.cli.evaluate import evaluate, evaluate_on
+    from sparsedp.cli.evaluation import evaluate, evaluate_on
+    from sparsedp.cli.prepare import load_data, make_model
 
     config = load_config("tiny.yaml")
     data = load_data(config)
-    model, loss = make_model(config, data.training), make_loss(config)
+    model, loss = make_model(config, data.training), config.make_loss()
     found = evaluate(config, model, loss, data)
     whole = evaluate_on(config, model, loss, data.held_out, data.collate)
     assert found["auc"] == pytest.approx(whole["auc"]) and found["log_loss"] == pytest.approx(whole["log_loss"])

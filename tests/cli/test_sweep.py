@@ -15,13 +15,13 @@ import pytest
 import torch
 import yaml
 
-from sparsedp.cli.config import Config
+from sparsedp.cli.config.config import Config
+from sparsedp.cli.config.load import load_config
+from sparsedp.cli.config.sweepfile import Sweep, SweepRun, expand, load_sweep
 from sparsedp.cli.files import locked
-from sparsedp.cli.load import load_config
 from sparsedp.cli.main import main
-from sparsedp.cli.sweepfile import Sweep, SweepRun, expand, load_sweep
+from sparsedp.cli.run import run_training
 from sparsedp.cli.sweepjobs import DataCache, Job, carry_out, evaluate_halves, perform
-from sparsedp.cli.train import run_training
 from sparsedp.errors import ConfigError
 from sparsedp.report import front, markdown
 

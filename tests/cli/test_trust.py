@@ -15,8 +15,8 @@ import pytest
 import torch
 import yaml
 
+from sparsedp.cli.config.trust import Code
 from sparsedp.cli.main import main
-from sparsedp.cli.trust import Code
 from sparsedp.errors import ConfigError
 
 CONFIG: dict[str, Any] = {
@@ -109,7 +109,7 @@ ATTACKS = {
     "a class's own machinery": "trust_mine:Model.__subclasses__",
     "through a method": "trust_mine:Model.forward.__globals__.get",
     "the main module": "__main__:main",
-    "SparseDP's own machinery": "sparsedp.cli.trust:importlib.import_module",
+    "SparseDP's own machinery": "sparsedp.cli.config.trust:importlib.import_module",
     "SparseDP's own files": "sparsedp.cli.files:write_text",
     "SparseDP's own writers": "sparsedp.data:write_click_log",
     "what SparseDP imported": "sparsedp.data.clicklog:os.system",
@@ -261,8 +261,8 @@ def handed_over(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
     write(maker / "mine.yaml")
     with monkeypatch.context() as patch:
         patch.chdir(maker)
-        from sparsedp.cli.load import load_config
-        from sparsedp.cli.train import run_training
+        from sparsedp.cli.config.load import load_config
+        from sparsedp.cli.run import run_training
 
         run_training(load_config("mine.yaml"), Path("run"), should_stop=lambda step: step == 1)
     sys.modules.pop("trust_mine")

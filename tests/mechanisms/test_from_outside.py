@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sparsedp
-from sparsedp.cli.load import load_config
+from sparsedp.cli.config.load import load_config
 from sparsedp.cli.main import main
-from sparsedp.cli.train import run_training
+from sparsedp.cli.run import run_training
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
 from sparsedp.prediction import find_threshold, predict
 from support import Clicks, clicks, loader_of, make_private, train

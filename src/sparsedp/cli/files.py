@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, the room that they need, and the lock on a folder."""
+"""Files that are replaced completely or not at all, the disk space that they need, and the lock on a folder."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
 
 def require_space(folder: Path, needed: int, what: str, hint: str = "") -> None:
     """Raises if the disk under `folder`, which need not exist yet, has not `needed` bytes left for `what`."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     if free < needed + _SPARE:
         raise SparseDPError(
             f"The disk of {folder} is too full for {what}: {in_units(needed + _SPARE)} are needed, {in_units(free)} are "
@@ -88,10 +88,10 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _leave_to_this_process(file: IO[str]) -> None:
     """Loader workers, which are forked, would hold the lock beyond the death of the process that they work for."""
-    mine = weakref.ref(file)
+    reference = weakref.ref(file)
 
     def close() -> None:
-        if (inherited := mine()) is not None:
+        if (inherited := reference()) is not None:
             inherited.close()
 
     os.register_at_fork(after_in_child=close)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
-from sparsedp.cli.assemble import Prepared, forward
+from sparsedp.cli.prepare import Prepared, forward
 from sparsedp.optimizer import StepReport
 
 

@@ -18,12 +18,7 @@ from sparsedp.version import __version__
 
 # Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the command's description.
 COMMANDS = {
-    "train": "sparsedp.cli.train",
-    "evaluate": "sparsedp.cli.evaluaterun",
-    "export": "sparsedp.cli.export",
-    "plan": "sparsedp.cli.plan",
-    "sweep": "sparsedp.cli.sweep",
-    "account": "sparsedp.cli.account",
+    name: f"sparsedp.cli.commands.{name}" for name in ("train", "evaluate", "export", "plan", "sweep", "account")
 }
 REFUSED, INTERRUPTED = 2, 130
 
@@ -68,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_command(program: str, args: argparse.Namespace) -> int:
-    """`args.run(args)`, with what is refused, and interruptions, told in one line. Returns the exit code."""
+    """Calls `args.run(args)` and returns the exit code. Refusals and interruptions are printed in one line."""
     with warnings.catch_warnings():
         warnings.showwarning = _show_warning(program, warnings.showwarning)
         try:
@@ -85,7 +80,7 @@ def run_command(program: str, args: argparse.Namespace) -> int:
 
 
 def _show_warning(program: str, otherwise: Any) -> Any:
-    """SparseDP's own warnings in one line; all others as ever."""
+    """SparseDP's warnings in one line; all others as before."""
 
     def show(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
         if issubclass(category, SparseDPWarning):

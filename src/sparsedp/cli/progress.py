@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console
@@ -36,7 +37,7 @@ class Reporter:
     """Shows nothing; the base of those that do."""
 
     def say(self, text: str) -> None:
-        """A message of its own."""
+        """Shows a message."""
 
     def begin(self, step: int, steps: int) -> None:
         """Training starts, or goes on, after `step` of `steps` steps."""
@@ -48,7 +49,7 @@ class Reporter:
         """Training stopped."""
 
     def alert(self, text: str) -> None:
-        """What has to be known even by those who want no progress."""
+        """A message that is shown even if progress is not."""
 
 
 class Quiet(Reporter):
@@ -107,8 +108,17 @@ class Bar(Quiet):
             self._progress = None
 
 
+@contextmanager
+def draw_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A `sparsedp.progress.Progress`: a bar on the error stream while a task lasts, if that is a terminal."""
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda count: bar.advance(task, count)
+
+
 def every_few_seconds(tell: Callable[[int], None]) -> Callable[[int], None]:
-    """`tell`, but not more often than there are lines."""
+    """`tell`, at most every SECONDS_BETWEEN_LINES."""
     last = time.monotonic()
 
     def progress(count: int) -> None:
@@ -122,13 +132,13 @@ def every_few_seconds(tell: Callable[[int], None]) -> Callable[[int], None]:
 
 def evaluation_progress(reporter: Reporter, total: int) -> Callable[[int], None]:
     """To be called with the number of examples of each batch that was evaluated."""
-    tell = every_few_seconds(lambda seen: reporter.say(f"Evaluating: {seen:,} of {total:,} held-out examples"))
-    seen = 0
+    tell = every_few_seconds(lambda count: reporter.say(f"Evaluating: {count:,} of {total:,} held-out examples"))
+    done = 0
 
     def progress(count: int) -> None:
-        nonlocal seen
-        seen += count
-        tell(seen)
+        nonlocal done
+        done += count
+        tell(done)
 
     return progress
 

@@ -152,15 +152,15 @@ def metric_lines(metrics: dict[str, Any], planted_auc: float | None) -> list[tup
         lines.append(("log loss, held out", f"{metrics['log_loss']:.4f}"))
     for name in ("ndcg@10", "hit@10"):
         if name in metrics:
-            beside = {"popularity": "the most popular items", "planted": "the model that drew the sequences"}
-            found = {text: metrics.get(f"{key}_{name}") for key, text in beside.items()}
-            others = "; ".join(f"{value:.4f} for {text}" for text, value in found.items() if value is not None)
+            baselines = {"popularity": "the most popular items", "planted": "the model that drew the sequences"}
+            values = {text: metrics.get(f"{key}_{name}") for key, text in baselines.items()}
+            others = "; ".join(f"{value:.4f} for {text}" for text, value in values.items() if value is not None)
             shown = f"{metrics[name]:.4f}" + (f" ({others})" if others else "")
             lines.append((f"{name.upper()}, held out", shown))
     if "loss" in metrics:
         lines.append(("loss, held out", f"{metrics['loss']:.4f}"))
     periods = metrics.get("periods", {})
-    for period, values in periods.items() if len(periods) > 1 else ():
-        name = "auc" if "auc" in values else "loss"
-        lines.append((f"  period {period}", f"{'AUC' if name == 'auc' else name} {values[name]:.4f}"))
+    for period, of_period in periods.items() if len(periods) > 1 else ():
+        name = "auc" if "auc" in of_period else "loss"
+        lines.append((f"  period {period}", f"{'AUC' if name == 'auc' else name} {of_period[name]:.4f}"))
     return lines

@@ -1,4 +1,4 @@
-"""The folder that a run leaves behind: what may leave the house, and what may not.
+"""The folder that a run leaves behind: what may be released, and what may not.
 
 release/
   config.yaml      the configuration, without what describes the private data, the machine or the randomness
@@ -32,10 +32,10 @@ from typing import Any
 
 import torch
 
-from sparsedp.cli.config import Config
+from sparsedp.cli.config.config import Config
+from sparsedp.cli.config.load import dump_config, find_config, load_config
+from sparsedp.cli.config.trust import Code, digest
 from sparsedp.cli.files import locked, remove_unfinished, write_file, write_text
-from sparsedp.cli.load import dump_config, find_config, load_config
-from sparsedp.cli.trust import Code, digest
 from sparsedp.errors import ConfigError, SparseDPError
 from sparsedp.plan import PrivacyPlan
 from sparsedp.statement import PrivacyStatement
@@ -111,29 +111,29 @@ class RunFolder:
         The folder may come from anybody. So the code that it names must lie beside the configuration `code`, or else
         beside `source`, or be of a package in `trust`.
         """
-        own = self.private / "config.yaml"
-        found = self._read("code.json", {})
-        digests = {name: str(value) for name, value in _mapping(found.get("sha256")).items()}
+        path = self.private / "config.yaml"
+        digests = {
+            name: str(value) for name, value in _mapping(_mapping(self._read("code.json", {})).get("sha256")).items()
+        }
         named = source if code is None else code
         allowed = Code(None if named is None else find_config(named), tuple(trust), digests=digests, run=self.path)
-        wanted = load_config(own if source is None else source, overrides, code=allowed)
-        return load_config(own, code=allowed), wanted
+        wanted = load_config(path if source is None else source, overrides, code=allowed)
+        return load_config(path, code=allowed), wanted
 
     def write_config(self, config: Config) -> None:
         """First the one that may leave: with the other, the folder is one of a run."""
-        values, gone = config.to_dict(), []
+        values, removed = config.to_dict(), []
         for key in _LEFT_OUT:
             *sections, last = key.split(".")
-            at: Any = values
+            mapping: Any = values
             for section in sections:
-                at = at.get(section) if isinstance(at, dict) else None
-            if isinstance(at, dict) and at.get(last) is not None:
-                del at[last]
-                gone.append(key)
-        left_out = (
-            f"# Left out, as it is about the data, the machine or the randomness: {', '.join(gone)}\n" if gone else ""
-        )
-        write_text(self.release / "config.yaml", left_out + dump_config(values))
+                mapping = mapping.get(section) if isinstance(mapping, dict) else None
+            if isinstance(mapping, dict) and mapping.get(last) is not None:
+                del mapping[last]
+                removed.append(key)
+        about = "Left out, as it is about the data, the machine or the randomness"
+        comment = f"# {about}: {', '.join(removed)}\n" if removed else ""
+        write_text(self.release / "config.yaml", comment + dump_config(values))
         write_text(self.private / "config.yaml", dump_config(config.to_dict()))
 
     # ------------------------------------------------------------------ private
@@ -223,14 +223,8 @@ class RunFolder:
 
 
 def require_run_folder(path: Path) -> None:
-    if (path / "private" / "config.yaml").is_file():
-        return
-    if (path / "config.yaml").is_file() and (path / "metrics.jsonl").is_file():
-        raise ConfigError(
-            f"{path} is the folder of a run of an earlier version, which did not keep apart what may leave and what may not. "
-            "This version cannot go on with it: start the run again"
-        )
-    raise ConfigError(f"{path} is not the folder of a run: it has no private/config.yaml")
+    if not (path / "private" / "config.yaml").is_file():
+        raise ConfigError(f"{path} is not the folder of a run: it has no private/config.yaml")
 
 
 def refuse_used_folder(path: Path) -> None:
@@ -238,8 +232,8 @@ def refuse_used_folder(path: Path) -> None:
     begun = {"private": {"README.txt", "code.json"}, "release": {"config.yaml", "plan.json"}}
     if path.is_dir():
         entries = {entry.relative_to(path) for entry in path.rglob("*")}
-        names = {Path(part) for part in begun} | {Path(part, name) for part, own in begun.items() for name in own}
-        if all(entry in names or (entry.parent in names and entry.name.startswith(".")) for entry in entries):
+        new = {Path(part) for part in begun} | {Path(part, name) for part, names in begun.items() for name in names}
+        if all(entry in new or (entry.parent in new and entry.name.startswith(".")) for entry in entries):
             return
     if path.exists():
         raise ConfigError(f"{path} exists and is not empty. Name another folder, or continue its run with --resume.")
@@ -248,18 +242,18 @@ def refuse_used_folder(path: Path) -> None:
 def _code_of(config: Config) -> dict[str, Any]:
     """Which files the user's own code came from, for those who go on with the run."""
     files = {address.partition(":")[0]: config.code.file_of(address) for address in config.addresses().values()}
-    known = {name: file for name, file in files.items() if file is not None and file.is_file()}
+    readable = {name: file for name, file in files.items() if file is not None and file.is_file()}
     configuration = config.code.configuration
     return {
         "configuration": None if configuration is None else str(configuration.absolute()),
         "trusted": list(config.code.trusted),
-        "files": {name: str(file) for name, file in known.items()},
-        "sha256": {name: digest(file) for name, file in known.items()},
+        "files": {name: str(file) for name, file in readable.items()},
+        "sha256": {name: digest(file) for name, file in readable.items()},
     }
 
 
 def copy_release(folder: RunFolder, target: Path) -> list[str]:
-    """Copies what may leave into `target`, whole or not at all; returns the names of the files."""
+    """Copies what may leave into `target`, all of it or nothing; returns the names of the files."""
     names = [name for name in RELEASED if (folder.release / name).is_file()]
     temporary = target.with_name(f".{target.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)

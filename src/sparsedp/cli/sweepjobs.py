@@ -20,12 +20,13 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from sparsedp.cli.assemble import Data, Prepared, load_data
-from sparsedp.cli.config import Config
-from sparsedp.cli.evaluate import evaluate_on, rank_items
+from sparsedp.cli.config.config import Config
+from sparsedp.cli.config.datasets import Data
+from sparsedp.cli.evaluation import evaluate_on, rank_items
 from sparsedp.cli.files import locked
+from sparsedp.cli.prepare import Prepared, load_data
+from sparsedp.cli.run import run_training
 from sparsedp.cli.runfolder import RunFolder
-from sparsedp.cli.train import run_training
 from sparsedp.data import HeldOutItems
 from sparsedp.errors import SparseDPError, SparseDPWarning, one_line
 
@@ -75,8 +76,8 @@ def perform(job: Job, cache: DataCache, should_stop: Callable[[], bool]) -> Outc
             warnings.simplefilter("always", SparseDPWarning)
 
             def at_end(parts: Prepared) -> dict[str, Any]:
-                mine = {str(warning.message): None for warning in caught if warning.category is SparseDPWarning}
-                return {**evaluate_halves(job.config, parts), "warnings": list(mine)}
+                messages = {str(warning.message): None for warning in caught if warning.category is SparseDPWarning}
+                return {**evaluate_halves(job.config, parts), "warnings": list(messages)}
 
             result = run_training(
                 job.config,
@@ -141,7 +142,7 @@ def carry_out(jobs: Sequence[Job], processes: int, should_stop: Callable[[], boo
 
 
 def _side_by_side(jobs: Sequence[Job], processes: int, should_stop: Callable[[], bool]) -> Iterator[Outcome]:
-    context = multiprocessing.get_context("spawn")  # a forked process would inherit torch's threads half-dead
+    context = multiprocessing.get_context("spawn")  # torch's threads do not survive a fork
     stop = context.Event()
     waiting = list(reversed(jobs))
     with _workers() as workers:
@@ -157,10 +158,10 @@ def _side_by_side(jobs: Sequence[Job], processes: int, should_stop: Callable[[],
 
 class _Worker:
     def __init__(self, context: Any, stop: Any) -> None:
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(theirs, stop, os.getpid()), daemon=False)
+        self.connection, other_end = context.Pipe()
+        self.process = context.Process(target=_work, args=(other_end, stop, os.getpid()), daemon=False)
         self.process.start()
-        theirs.close()  # so that a dead worker's pipe ends
+        other_end.close()  # so that a dead worker's pipe ends
         self.job: Job | None = None
 
     def finish(self) -> Outcome:
@@ -222,7 +223,7 @@ def _workers() -> Iterator[_Workers]:
 
 
 def _work(connection: Connection, stop: Any, parent: int) -> None:
-    """The life of a worker: jobs come in, outcomes go out, until the pipe or the parent is gone."""
+    """What a worker does: takes jobs and sends their outcomes, until the pipe is closed or the parent has ended."""
     for number in (signal.SIGINT, signal.SIGTERM):  # may reach all processes of a group; the parent decides
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
 """A run from its first step to its result, and what is written down on the way.
 
-Whatever happens, the folder can be resumed: after an exception the state after the last complete step is saved, if it is
-whole; a kill leaves the last checkpoint. What was trained is saved and released before it is evaluated.
+Whatever happens, the folder can be resumed: after an exception the state after the last complete step is saved, unless a step
+was cut in two; a kill leaves the last checkpoint. What was trained is saved and released before it is evaluated.
 """
 
 from __future__ import annotations
@@ -10,32 +10,26 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Subset
 
 from sparsedp.accounting.ledger import Entry
-from sparsedp.cli.assemble import Prepared, model_bytes, tensor_bytes
-from sparsedp.cli.config import Config
-from sparsedp.cli.evaluate import DivergedError, evaluate, evaluate_on
+from sparsedp.cli.collate import SequenceCollate
+from sparsedp.cli.config.config import Config
 from sparsedp.cli.files import require_space
-from sparsedp.cli.load import BUNDLED
 from sparsedp.cli.loop import Step, steps_of_epoch
-from sparsedp.cli.progress import Reporter, Status, evaluation_progress
-from sparsedp.cli.result import FAILED, RunResult, Totals
+from sparsedp.cli.prepare import Prepared, model_bytes, release_frequencies, tensor_bytes
+from sparsedp.cli.progress import Reporter, Status
+from sparsedp.cli.result import RunResult, Totals
+from sparsedp.cli.resume import command_on_run
 from sparsedp.cli.runfolder import RunFolder
-from sparsedp.cli.sequences import SequenceCollate, release_frequencies
+from sparsedp.cli.scheduled_evaluation import ScheduledEvaluation
 from sparsedp.cli.signals import StopRequests
 from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import one_line
 from sparsedp.tables import find_tables
-
-
-def metric_values(metrics: dict[str, Any]) -> str:
-    return "  ".join(f"{name.replace('_', ' ')} {v:.4f}" for name, v in metrics.items() if isinstance(v, float))
 
 
 class _EpsilonSpent:
@@ -55,7 +49,7 @@ class _EpsilonSpent:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Position:
     """Where a run is after a complete step. Within the next one the loader and the generators are ahead of it."""
 
     ledger: tuple[Entry, ...]
@@ -83,25 +77,22 @@ class Training:
         self.totals = Totals()
         self.started = started
         self.earlier_seconds = 0.0  # of the runs that this one resumes
-        self.evaluation: dict[str, Any] = {}  # the latest, after step `evaluated`
-        self.evaluated = 0
-        self.tried = 0  # the step after which the latest evaluation was tried, with success or not
-        self.failure: str | None = None  # of the evaluation after the last step
+        self.evaluations = ScheduledEvaluation(config, prepared, folder, reporter, signals)
         self.saved: int | None = None  # the step of the checkpoint in the folder
         self._saving = False
         self._saved_totals: dict[int, dict[str, Any]] = {}
         self._last_save = time.monotonic()
         self.epsilon_spent = _EpsilonSpent(prepared.engine, prepared.delta)
-        self._place = self._here()
+        self._position = self._current_position()
 
     @property
     def step(self) -> int:
         """Steps taken in all."""
-        return self.parts.engine.ledger.steps
+        return self.parts.steps_taken
 
     @property
     def finished(self) -> bool:
-        return self.step == self.parts.steps
+        return self.parts.finished
 
     def run(self, should_stop: Callable[[int], bool]) -> RunResult:
         try:
@@ -111,18 +102,19 @@ class Training:
             if self.finished and self.keep_model and not self.folder.is_released:
                 self._release()
         except BaseException:
-            self._rescue()
+            self._save_after_error()
             raise
         result = self._result()
         if not self.finished:
             return result
         if self.keep_model:
             self.folder.write_result(result.to_dict())  # what an evaluation completes, this one or one later
-        self._evaluate_at_end()
-        if self.failure is None and self.keep_model:
+        self.evaluations.evaluate_at_end()
+        failed = self.evaluations.failure is not None
+        if not failed and self.keep_model:
             self._write_totals()
-        result = self._result(self.at_end(self.parts) if self.failure is None else {})
-        if self.failure is None or self.keep_model:
+        result = self._result({} if failed else self.at_end(self.parts))
+        if not failed or self.keep_model:
             self.folder.write_result(result.to_dict())
         return result
 
@@ -131,18 +123,14 @@ class Training:
     def _train(self, should_stop: Callable[[int], bool]) -> None:
         with self._held():
             release_frequencies(self.config, self.parts.model, self.parts.engine)
-            self._place = self._here()
-        settings = self.config.training
-        every = settings.evaluate_every
-        if settings.evaluate_every_epochs is not None:
-            every = settings.evaluate_every_epochs * self.parts.loader.steps_per_epoch
+            self._position = self._current_position()
         self.reporter.begin(self.step, self.parts.steps)
         try:
             if self.step:
-                self._evaluate_if_due(every)  # what a run that is resumed had not come to
+                self.evaluations.evaluate_if_due()  # what a run that is resumed had not come to
             while not self.finished and not should_stop(self.step):
                 for _ in steps_of_epoch(self.parts, self._held, self._completed):
-                    self._evaluate_if_due(every)
+                    self.evaluations.evaluate_if_due()
                     if should_stop(self.step):
                         return
                     if self._checkpoint_is_due():
@@ -154,10 +142,10 @@ class Training:
         return nullcontext() if self.signals is None else self.signals.held()
 
     def _completed(self, done: Step) -> None:
-        """Adds a step to the totals, the place, the metrics and what is shown."""
+        """Adds a step to the totals, the position, the metrics and what is shown."""
         report, totals = done.report, self.totals
         totals.add(report, done.seconds)
-        self._place = self._here()
+        self._position = self._current_position()
         speed = totals.examples / totals.training_seconds
         stream = self.parts.loader.stream
         self.reporter.show(
@@ -194,96 +182,12 @@ class Training:
             "seconds": done.seconds,
         })  # fmt: skip
 
-    # ------------------------------------------------------------------ evaluation
-
-    def _evaluate_if_due(self, every: int | None) -> None:
-        """A failure does not stop the training: its budget is spent, and an evaluation can be made up for."""
-        if self.tried == self.step:
-            return
-        on_held_out = every is not None and self.step % every == 0 and not self.finished
-        span = self._next_span()
-        if not on_held_out and span is None:
-            return
-        try:
-            with nullcontext() if self.signals is None else self.signals.at_once():
-                if on_held_out:
-                    self._evaluate()
-                if span is not None:
-                    self._evaluate_next(span)
-        except DivergedError:
-            raise  # further steps would be wasted
-        except Exception as error:
-            self._note_failure(error)
-        except KeyboardInterrupt:
-            if self.signals is None or self.signals.count != 1:
-                raise
-            return  # the loop stops, and the run that is resumed evaluates
-        self.tried = self.step
-
-    def _evaluate(self) -> None:
-        held_out = self.parts.data.held_out
-        progress = evaluation_progress(self.reporter, 0 if held_out is None else len(held_out))
-        self.evaluation = evaluate(self.config, self.parts.model, self.parts.loss, self.parts.data, progress)
-        self.evaluated = self.step
-        if self.evaluation:
-            epsilon = self.parts.engine.get_epsilon(self.parts.delta)
-            self.folder.log({"kind": "evaluation", "step": self.step, **self.evaluation, "epsilon": epsilon})
-            shown = metric_values(self.evaluation)
-            self.reporter.say(f"Held out, after step {self.step}: {shown}  (epsilon {epsilon:.3f})")
-
-    def _evaluate_at_end(self) -> None:
-        """The model is saved: an evaluation that fails, or is interrupted, takes nothing away."""
-        if self.evaluated == self.step:
-            return
-        try:
-            if self.signals is not None and self.signals():
-                raise KeyboardInterrupt
-            with nullcontext() if self.signals is None else self.signals.at_once():
-                self._evaluate()
-        except KeyboardInterrupt:
-            self.failure = "interrupted"
-        except Exception as error:
-            self._note_failure(error)
-            self.failure = one_line(error)
-        self.tried = self.step
-
-    def _note_failure(self, error: Exception) -> None:
-        self.folder.log({"kind": "failed_evaluation", "step": self.step, "error": one_line(error)})
-        self.reporter.say(f"The evaluation after step {self.step} failed: {one_line(error)}")
-
-    def _next_span(self) -> int | None:
-        """The span of the stream that training comes to next, if the model is to be evaluated on it before.
-
-        In the first pass over the stream only: later ones have seen all of it.
-        """
-        settings, loader = self.config.stream, self.parts.loader
-        borders = list(accumulate(loader.span_steps))[:-1]
-        if settings is None or not settings.evaluate_next or self.step not in borders:
-            return None
-        return borders.index(self.step) + 1
-
-    def _evaluate_next(self, span: int) -> None:
-        """How good the model is on a span, by period, before it is trained on it."""
-        data, loader = self.parts.data, self.parts.loader
-        assert loader.stream is not None
-        indices = loader.stream.spans[span]
-        part = Subset(data.training, indices.tolist())
-        periods = loader.stream.periods[indices]
-        found = evaluate_on(self.config, self.parts.model, self.parts.loss, part, data.collate, periods)
-        epsilon = self.parts.engine.get_epsilon(self.parts.delta)
-        for period, values in found["periods"].items():
-            row = {"kind": "evaluation", "step": self.step, "period": int(period), **values, "epsilon": epsilon}
-            self.folder.log(row)
-            self.reporter.say(
-                f"Period {period}, before training on it, after step {self.step}: {metric_values(values)}"
-            )
-
     # ------------------------------------------------------------------ checkpoints
 
-    def _here(self) -> _Place:
+    def _current_position(self) -> _Position:
         engine, collate = self.parts.engine, self.parts.data.collate
         seeded = self.config.training.seed is not None
-        return _Place(
+        return _Position(
             tuple(engine.ledger.entries),
             self.parts.loader.state_dict(),
             torch.get_rng_state() if seeded else None,
@@ -305,7 +209,7 @@ class Training:
         with self._held():
             require_space(self.folder.path, self._bytes(), "the next checkpoint")
             self._write_totals()
-            extra = {"scheduler": self.parts.scheduler.state_dict(), "negatives": self._place.negatives}
+            extra = {"scheduler": self.parts.scheduler.state_dict(), "negatives": self._position.negatives}
             self.parts.engine.save_checkpoint(self.folder.checkpoint, extra=extra)
             self.saved = self.step
         self._saving = False
@@ -313,15 +217,9 @@ class Training:
 
     def _write_totals(self) -> None:
         self.totals.seconds = self.earlier_seconds + time.monotonic() - self.started
-        known = {step: values for step, values in self._saved_totals.items() if step == self.saved}
-        self._saved_totals = known | {
-            self.step: {
-                "totals": asdict(self.totals),
-                "evaluation": self.evaluation,
-                "evaluated": self.evaluated,
-                "tried": self.tried,
-            }
-        }
+        of_checkpoint = {step: values for step, values in self._saved_totals.items() if step == self.saved}
+        now = {"totals": asdict(self.totals), **self.evaluations.state()}
+        self._saved_totals = of_checkpoint | {self.step: now}
         self.folder.write_totals(self._saved_totals, self.saved)
 
     def _release(self) -> None:
@@ -335,7 +233,7 @@ class Training:
 
     def _bytes(self) -> int:
         """Of the tensors in a checkpoint."""
-        state = [value for own in self.parts.optimizer.state.values() for value in own.values()]
+        state = [value for entries in self.parts.optimizer.state.values() for value in entries.values()]
         return model_bytes(self.parts.model) + sum(tensor_bytes(value) for value in state if isinstance(value, Tensor))
 
     def restore(self) -> None:
@@ -351,24 +249,24 @@ class Training:
         self._saved_totals[self.step] = values = self.folder.read_totals(self.step)
         self.totals = Totals(**values["totals"])
         self.earlier_seconds = self.totals.seconds
-        self.evaluation, self.evaluated, self.tried = values["evaluation"], values["evaluated"], values["tried"]
+        self.evaluations.restore(values)
         if isinstance(collate := self.parts.data.collate, SequenceCollate):
             collate.restore(extra["negatives"])
-        self.folder.forget_after(self.step, evaluated=self.tried == self.step)
+        self.folder.forget_after(self.step, evaluated=self.evaluations.tried == self.step)
         if not self.finished:
             self.folder.withdraw_release()
-        self._place = self._here()
+        self._position = self._current_position()
         self.reporter.say(f"Resumed after step {self.step} of {self.parts.steps}")
 
-    def _rescue(self) -> None:
+    def _save_after_error(self) -> None:
         """Saves what there is after an exception, unless saving is what failed or a step was cut in two."""
-        engine, place = self.parts.engine, self._place
-        whole = tuple(engine.ledger.entries) == place.ledger
-        if self.keep_model and whole and self.saved != self.step and not self._saving:
+        position = self._position
+        step_is_complete = tuple(self.parts.engine.ledger.entries) == position.ledger
+        if self.keep_model and step_is_complete and self.saved != self.step and not self._saving:
             self.parts.optimizer.forget()
-            self.parts.loader.load_state_dict(place.loader)
-            if place.generator is not None:
-                torch.set_rng_state(place.generator)
+            self.parts.loader.load_state_dict(position.loader)
+            if position.generator is not None:
+                torch.set_rng_state(position.generator)
             try:
                 self.save()
             except Exception as error:
@@ -376,14 +274,11 @@ class Training:
         if not self.keep_model:
             return
         if self.saved is None:
-            there = "No checkpoint is written yet, so that a resumed run starts from its beginning."
+            checkpoint = "No checkpoint is written yet, so that a resumed run starts from its beginning."
         else:
-            there = f"The checkpoint after step {self.saved} of {self.parts.steps} is written."
-        self.reporter.alert(f"The run has stopped. {there} Go on with:\n  {self.command('train --resume')}")
-
-    def command(self, name: str) -> str:
-        """A command on this run, with the code that it needs."""
-        return command_on_run(name, self.config, self.folder)
+            checkpoint = f"The checkpoint after step {self.saved} of {self.parts.steps} is written."
+        command = command_on_run("train --resume", self.config, self.folder)
+        self.reporter.alert(f"The run has stopped. {checkpoint} Go on with:\n  {command}")
 
     def _result(self, extra: dict[str, Any] | None = None) -> RunResult:
         tables = find_tables(self.parts.model)
@@ -396,25 +291,9 @@ class Training:
             totals=self.totals,
             dense_size=sum(size for name, size in sizes.items() if name in tables),
             statement=self.parts.engine.statement(self.parts.delta),
-            metrics=self.evaluation if self.evaluated == self.step else {},
+            metrics=self.evaluations.metrics if self.evaluations.evaluated == self.step else {},
             planted_auc=getattr(self.parts.data.held_out, "planted_auc", None),
             tables_frozen=self.config.model.freeze_tables,
             extra=extra or {},
-            evaluation=self._evaluation_status(),
+            evaluation=self.evaluations.status(),
         )
-
-    def _evaluation_status(self) -> str:
-        if self.parts.data.held_out is None:
-            return "nothing is held out"
-        if self.failure is not None:
-            return FAILED + self.failure
-        return "done" if self.evaluated == self.step else "not yet"
-
-
-def command_on_run(name: str, config: Config, folder: RunFolder) -> str:
-    """What to type for `name`, with the folder, the configuration beside which the code lies, and trusted packages."""
-    words = ["sparsedp", name, str(folder.path)]
-    given = config.code.configuration
-    if given is not None and any(map(config.code.is_beside, config.addresses().values())):
-        words += ["--code", given.stem if given.parent == BUNDLED else str(given)]
-    return " ".join([*words, *(f"--trust {package}" for package in config.code.trusted)])

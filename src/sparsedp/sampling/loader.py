@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from sparsedp.errors import CheckpointError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.noise import RandomKey
+from sparsedp.progress import Progress, no_progress
 from sparsedp.sampling.collate import examine, refuse_reordering, stand_in
 from sparsedp.sampling.draws import BatchInfo, Draws, Place, Span
 from sparsedp.sampling.stream import Stream
@@ -61,6 +62,7 @@ class PrivateLoader(DataLoader[Any]):
         stream: Stream | None = None,
         users: Users | None = None,
         public_inputs: Sequence[str] = (),
+        progress: Progress = no_progress,
     ) -> None:
         size, batch_size, shuffle = _checked(loader, users)
         if max_physical_batch is not None and max_physical_batch < 1:
@@ -94,6 +96,7 @@ class PrivateLoader(DataLoader[Any]):
         self.stream = stream
         self.users = users
         self.layout = layout
+        self.progress = progress  # told of passes that count the data
         self.sample_rate = batch_size / min(span.size for span in spans)
         self.steps_per_epoch = steps
         self.max_physical_batch = max_physical_batch

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import SGD
@@ -20,12 +18,13 @@ from sparsedp.capture import kernels
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.grid import grid_of, round_to
 from sparsedp.noise import WAITING, RandomKey, add_row_normals, move_row_pairs, row_normals
+from sparsedp.progress import no_progress
 from sparsedp.tables.guard import guard, guarded_alias, settle_before, unguard
 from sparsedp.tables.owner import Owner, Ownership
 from sparsedp.tables.pending import Coefficients, PendingSteps
 from sparsedp.threads import on_all_cores, split
 
-# Elements of a table that are settled together, and from how many on a progress bar is shown.
+# Elements of a table that are settled together, and from how many on the progress is told.
 _CHUNK, _LONG = 1 << 21, 1 << 27
 # Threads share the rows of a lookup only if they are many times what is worth a thread elsewhere: measured so.
 _SHARED = 16
@@ -193,14 +192,17 @@ class LazyOwner(Owner):
         rows, width = len(table.since), table.width
         size = max(1, _CHUNK // max(1, width))
         self._make_momentum(group, table)
-        with _progress(f"settling {name}", rows, rows * width > _LONG) as advance, self._settling(table):
+        told = threading.Lock()  # the chunks are settled by several threads
+        progress = self.run.progress if rows * width > _LONG else no_progress
+        with progress(f"settling {name}", rows) as advance, self._settling(table):
 
             def settle(first: int) -> None:
                 ids = torch.arange(first, min(first + size, rows))
                 claimed = kernels.claim(table.since, ids, group.pending.steps)
                 assert claimed is not None
                 self._move(group, table, *claimed)
-                advance(len(ids))
+                with told:
+                    advance(len(ids))
 
             on_all_cores(settle, range(0, rows, size))
         table.settled = group.pending.steps
@@ -433,11 +435,3 @@ def _drift(phi: np.ndarray, weight: Tensor, momentum: Tensor | None, rows: Tenso
 
 def _scale(values: np.ndarray, like: Tensor) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(values)).to(like.dtype)
-
-
-@contextmanager
-def _progress(title: str, total: int, shown: bool) -> Iterator[Callable[[int], None]]:
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not (shown and console.is_terminal)) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda count: bar.advance(task, count)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsedp.noise import RandomKey, Sums
+from sparsedp.progress import Progress, no_progress
 from sparsedp.tables.spec import TableSpec
 
 
@@ -31,6 +32,7 @@ class Ownership:
     std: float  # deviation of a step's noise on the averaged gradient
     steps: Callable[[], int]  # that the run has taken so far
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext  # entered around each stage of a step
+    progress: Progress = no_progress  # told of the settling of a large table
     cut: Mapping[str, range] = field(default_factory=dict)  # the rows that this owner has of some tables; of others all
 
     def owned(self, name: str) -> range:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from sparsedp.cli.trust import Code
+from sparsedp.cli.config.trust import Code
 from sparsedp.errors import ConfigError
 from sparsedp.mechanisms import Mechanism
 
@@ -44,7 +44,7 @@ def _renamed(values: Mapping[str, Any], key: str, names: Mapping[str, str]) -> d
 
 def _find(code: Code, address: str, key: str) -> str:
     """The name that the mechanism at "package.module:name" is registered by."""
-    found = code.find(address, key)
-    if not (isinstance(found, type) and issubclass(found, Mechanism) and "name" in vars(found)):
+    mechanism = code.find(address, key)
+    if not (isinstance(mechanism, type) and issubclass(mechanism, Mechanism) and "name" in vars(mechanism)):
         raise ConfigError(f"{key}: {address} is no sparsedp.Mechanism with a name of its own")
-    return found.name
+    return mechanism.name

@@ -61,7 +61,7 @@ class OneOf:
 def build(kind: type[T], values: Any, path: str = "") -> T:
     """The mapping `values` as the dataclass `kind`, whose `__post_init__` may raise SchemaError for a key."""
     if not isinstance(values, Mapping):
-        raise SchemaError(path, f"expected a mapping with the keys {', '.join(keys_of(kind))}; got {_shown(values)}")
+        raise SchemaError(path, f"expected {_keys_in_words(kind)}; got {_shown(values)}")
     hints = _hints(kind)
     for key in values:
         if key not in hints:
@@ -95,68 +95,102 @@ def convert(hint: Any, value: Any, path: str) -> Any:
     for member in members:
         if dataclasses.is_dataclass(member):  # the value is null, which another member may allow
             continue
-        found = _converted(member, value, path)
-        if found is not _NO:
-            return found
+        converted = _rule(member).convert(member, value, path)
+        if converted is not _NO:
+            return converted
     raise SchemaError(path, f"expected {expected(hint)}; got {_shown(value)}{_closest(members, value)}")
-
-
-_NO = object()
-
-
-def _converted(hint: Any, value: Any, path: str) -> Any:
-    """The value as one member of a union, or _NO."""
-    if get_origin(hint) is Annotated:
-        inner, *limits = get_args(hint)
-        found = _converted(inner, value, path)
-        return found if found is not _NO and all(found in limit for limit in limits) else _NO
-    if get_origin(hint) is Literal:
-        return value if value in get_args(hint) else _NO
-    if get_origin(hint) is list:
-        if not isinstance(value, list):
-            return _NO
-        (item,) = get_args(hint)
-        return [convert(item, entry, f"{path}[{i}]") for i, entry in enumerate(value)]
-    if get_origin(hint) is dict:
-        return dict(value) if isinstance(value, Mapping) and all(isinstance(k, str) for k in value) else _NO
-    if hint is Address:
-        module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
-        names = [*module.split("."), *name.split(".")]
-        return value if colon and all(part.isidentifier() for part in names) else _NO
-    if hint is type(None):
-        return None if value is None else _NO
-    if hint is bool or isinstance(value, bool):
-        return value if hint is bool and isinstance(value, bool) else _NO
-    if hint is int:
-        whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())  # 1e6 is a whole number
-        return int(value) if whole else _NO
-    if hint is float:
-        return float(value) if isinstance(value, (int, float)) else _NO
-    if hint is str:
-        return value if isinstance(value, str) else _NO
-    raise TypeError(f"{path}: the schema has no rule for {hint!r}")
 
 
 def expected(hint: Any) -> str:
     """The annotation in words."""
-    words = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
-    if get_origin(hint) is Annotated:
-        inner, *limits = get_args(hint)
-        if any(isinstance(limit, OneOf) for limit in limits):
-            return " and ".join(map(str, limits))  # the names say it all
-        return " ".join([expected(inner), *map(str, limits)])
-    if get_origin(hint) is Literal:
-        return " or ".join(map(str, get_args(hint)))
-    if get_origin(hint) is list:
-        return f"a list, each {expected(get_args(hint)[0])}"
-    if get_origin(hint) is dict:
-        return "a mapping"
-    if hint is Address:
-        return "'package.module:name'"
-    if dataclasses.is_dataclass(hint):
-        return f"a mapping with the keys {', '.join(keys_of(hint))}"
-    members = _members(hint)
-    return words[hint] if len(members) == 1 else " or ".join(expected(member) for member in members)
+    return " or ".join(
+        _keys_in_words(member) if dataclasses.is_dataclass(member) else _rule(member).describe(member)
+        for member in _members(hint)
+    )
+
+
+# ------------------------------------------------------------------ a rule for each type
+
+_NO = object()
+
+
+@dataclass(frozen=True)
+class _Rule:
+    convert: Callable[[Any, Any, str], Any]  # (annotation, value, path): the value as the annotation says, or _NO
+    describe: Callable[[Any], str]  # the annotation in words
+
+
+def _annotated(hint: Any, value: Any, path: str) -> Any:
+    inner, *limits = get_args(hint)
+    converted = _rule(inner).convert(inner, value, path)
+    return converted if converted is not _NO and all(converted in limit for limit in limits) else _NO
+
+
+def _describe_annotated(hint: Any) -> str:
+    inner, *limits = get_args(hint)
+    if any(isinstance(limit, OneOf) for limit in limits):
+        return " and ".join(map(str, limits))  # the names say it all
+    return " ".join([expected(inner), *map(str, limits)])
+
+
+def _list(hint: Any, value: Any, path: str) -> Any:
+    if not isinstance(value, list):
+        return _NO
+    (item,) = get_args(hint)
+    return [convert(item, entry, f"{path}[{i}]") for i, entry in enumerate(value)]
+
+
+def _dict(hint: Any, value: Any, path: str) -> Any:
+    return dict(value) if isinstance(value, Mapping) and all(isinstance(k, str) for k in value) else _NO
+
+
+def _address(hint: Any, value: Any, path: str) -> Any:
+    module, colon, name = value.partition(":") if isinstance(value, str) else ("", "", "")
+    names = [*module.split("."), *name.split(".")]
+    return value if colon and all(part.isidentifier() for part in names) else _NO
+
+
+def _int(hint: Any, value: Any, path: str) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return _NO
+    return int(value) if isinstance(value, int) or value.is_integer() else _NO  # 1e6 is a whole number
+
+
+def _float(hint: Any, value: Any, path: str) -> Any:
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else _NO
+
+
+def _instance(kind: type) -> Callable[[Any, Any, str], Any]:
+    return lambda hint, value, path: value if isinstance(value, kind) else _NO
+
+
+_RULES: dict[Any, _Rule] = {
+    Annotated: _Rule(_annotated, _describe_annotated),
+    Literal: _Rule(
+        lambda hint, value, path: value if value in get_args(hint) else _NO,
+        lambda hint: " or ".join(map(str, get_args(hint))),
+    ),
+    list: _Rule(_list, lambda hint: f"a list, each {expected(get_args(hint)[0])}"),
+    dict: _Rule(_dict, lambda hint: "a mapping"),
+    Address: _Rule(_address, lambda hint: "'package.module:name'"),
+    types.NoneType: _Rule(_instance(types.NoneType), lambda hint: "null"),
+    bool: _Rule(_instance(bool), lambda hint: "true or false"),
+    int: _Rule(_int, lambda hint: "a whole number"),
+    float: _Rule(_float, lambda hint: "a number"),
+    str: _Rule(_instance(str), lambda hint: "text"),
+}
+
+
+def _rule(hint: Any) -> _Rule:
+    """Of an annotation that is neither a union nor a dataclass."""
+    kind = get_origin(hint) or hint
+    if kind not in _RULES:
+        raise TypeError(f"the schema has no rule for {hint!r}")
+    return _RULES[kind]
+
+
+def _keys_in_words(kind: Any) -> str:
+    return f"a mapping with the keys {', '.join(keys_of(kind))}"
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
@@ -173,7 +207,7 @@ def _by_kind(members: list[Any], values: Any, path: str) -> Any:
     if "kind" not in values:
         raise SchemaError(where, f"missing; expected {wanted}")
     for member, hint in hints.items():
-        if _converted(hint, values["kind"], where) is not _NO:
+        if _rule(hint).convert(hint, values["kind"], where) is not _NO:
             return member
     problem = f"expected {wanted}; got {_shown(values['kind'])}{_closest(hints.values(), values['kind'])}"
     raise SchemaError(where, problem)

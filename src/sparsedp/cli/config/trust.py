@@ -6,9 +6,9 @@ A configuration is data that may come from anybody, and "package.module:callable
 - what is defined in a file beside the configuration that the user named on the command line,
 - what is defined in a package that the user named with --trust.
 
-"Defined in" is meant: `mine:os.system` and `mine:check_output`, which mine.py has imported, belong to others. The folder of a
-run is no configuration that the user named, and no file in it is one that code may lie beside: whoever hands it over would
-decide what runs.
+It must be defined there, not imported: `mine:os.system` and `mine:check_output`, which mine.py imports, are refused. The folder
+of a run is no configuration that the user named, and code beside the files in it is refused: otherwise whoever hands the folder
+over would decide what runs.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib
+import inspect
 import sys
 import types
 import warnings
@@ -77,25 +78,34 @@ class Code:
             module = self._import_beside(module_name, folder, address, key)
         else:
             raise ConfigError(self._refusal(module_name, address, key))
-        found: Any = module
+        value: Any = module
         for part in name.split("."):
             # A class may hold a factory. A module that stands in the namespace leads elsewhere.
-            if found is not module and not isinstance(found, type):
+            if value is not module and not isinstance(value, type):
                 raise ConfigError(f"{key}: {address}: only a class may stand before the last part of the name")
-            if part.startswith("__") or not hasattr(found, part):
+            if part.startswith("__") or not hasattr(value, part):
                 raise ConfigError(f"{key}: {address}: {module_name} has no {name!r}")
-            found = getattr(found, part)
-        if not callable(found):
+            value = getattr(value, part)
+        if not callable(value):
             raise ConfigError(f"{key}: {address} is not callable")
-        home = getattr(found, "__module__", None)
-        if isinstance(found, types.ModuleType) or not isinstance(home, str):
-            home = type(found).__module__
+        home = getattr(value, "__module__", None)
+        if isinstance(value, types.ModuleType) or not isinstance(home, str):
+            home = type(value).__module__
         if not (home == module_name or self._is_trusted(home) or self._is_loaded_from_beside(home)):
             raise ConfigError(
                 f"{key}: {address} is not defined in {module_name} but in {home}. Write a function of your own around "
                 f"it, or give --trust {home.partition('.')[0]}"
             )
-        return found
+        return value
+
+    def call(self, address: str, section: str, options: dict[str, Any], *arguments: Any) -> Any:
+        """What the callable at `address` returns, which a section names as its `kind` and gives `options`."""
+        function = self.find(address, f"{section}.kind")
+        try:
+            inspect.signature(function).bind(*arguments, **options)
+        except TypeError as error:
+            raise ConfigError(f"{section}.options: {address} cannot be called with them: {error}") from error
+        return function(*arguments, **options)
 
     def file_of(self, address: str) -> Path | None:
         """The file of a callable that was found."""
@@ -117,8 +127,8 @@ class Code:
         if folder is not None:
             _search_first(folder)
         elif top not in sys.modules and PathFinder.find_spec(top) is None:
-            here = str(Path.cwd())  # as `python -m` does, but behind what is installed
-            sys.path += [here] if PathFinder.find_spec(top, [here]) is not None else []
+            directory = str(Path.cwd())  # as `python -m` does, but behind what is installed
+            sys.path += [directory] if PathFinder.find_spec(top, [directory]) is not None else []
         module = _import(module_name, address, key, "neither installed nor in the current directory")
         changed = self._changed(module_name, _file(module))
         if changed is not None:
@@ -130,8 +140,8 @@ class Code:
     def _folder(self, module_name: str) -> Path | None:
         """The folder beside whose configuration a file or folder of that name lies."""
         top = module_name.partition(".")[0]
-        own = None if self.configuration is None else self.configuration.absolute().parent
-        for folder in (*([] if own is None or _is_of_a_run(own) else [own]), *self.also_beside):
+        beside = None if self.configuration is None else self.configuration.absolute().parent
+        for folder in (*([] if beside is None or _is_of_a_run(beside) else [beside]), *self.also_beside):
             if (folder / f"{top}.py").is_file() or (folder / top).is_dir():
                 return folder
         return None
@@ -211,10 +221,10 @@ class Code:
 
 def _bundled(module_name: str, name: str, address: str, key: str) -> Callable[..., Any]:
     module = importlib.import_module(module_name)
-    found = getattr(module, name, None) if name in module.__all__ and not name.startswith("write_") else None
-    if not callable(found):
+    value = getattr(module, name, None) if name in module.__all__ and not name.startswith("write_") else None
+    if not callable(value):
         raise ConfigError(f"{key}: {address}: {module_name} has no {name!r} that a configuration may name")
-    return found
+    return value
 
 
 def _import(module_name: str, address: str, key: str, where: str) -> types.ModuleType:
@@ -227,7 +237,7 @@ def _import(module_name: str, address: str, key: str, where: str) -> types.Modul
 
 
 def _search_first(folder: Path) -> None:
-    """Lets imports look here first, as for a script: for what the user's module imports, and for worker processes."""
+    """Puts the folder first in the search path, as for a script: for what the user's module imports, and for worker processes."""
     if sys.path[0] != str(folder):
         sys.path.insert(0, str(folder))
 

@@ -13,15 +13,16 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from sparsedp.cli.assemble import limit_threads, make_loss, make_model, with_collate
-from sparsedp.cli.config import Config
-from sparsedp.cli.evaluate import evaluate
-from sparsedp.cli.load import add_set_argument
+from sparsedp.cli.config.config import Config
+from sparsedp.cli.config.load import add_set_argument
+from sparsedp.cli.config.trust import add_code_argument, add_trust_argument
+from sparsedp.cli.evaluation import evaluate
+from sparsedp.cli.prepare import limit_threads, make_model, with_collate
 from sparsedp.cli.progress import Reporter, evaluation_progress, make_reporter
 from sparsedp.cli.result import metric_lines
+from sparsedp.cli.resume import resumed_config
+from sparsedp.cli.run import load_with_progress
 from sparsedp.cli.runfolder import RunFolder, plain
-from sparsedp.cli.train import load_with_progress, resumed_config
-from sparsedp.cli.trust import add_code_argument, add_trust_argument
 from sparsedp.errors import SparseDPError, one_line
 
 # What an evaluation may do differently: other data, for instance mended ones, and how they go through the model.
@@ -51,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     config = resumed_config(args.run_dir, None, args.overrides, args.trust, args.code, MAY_CHANGE)
     console = Console(stderr=args.json, highlight=False)
     with RunFolder.open(args.run_dir) as folder:
-        own_data = folder.load_config()[0].data == config.data
-        step, metrics, planted = evaluate_run(config, folder, make_reporter(console, args.quiet), own_data)
+        data_of_run = folder.load_config()[0].data == config.data
+        step, metrics, planted = evaluate_run(config, folder, make_reporter(console, args.quiet), data_of_run)
         statement = _statement(folder)
     if args.json:
         print(json.dumps(plain({"run": str(args.run_dir), "step": step, **metrics}), indent=2))
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def evaluate_run(
-    config: Config, folder: RunFolder, reporter: Reporter, own_data: bool = True
+    config: Config, folder: RunFolder, reporter: Reporter, data_of_run: bool = True
 ) -> tuple[int, dict[str, Any], float | None]:
     """(step, metrics, AUC of the model that drew the data) of the run's model, written down in its folder."""
     step, weights = _weights(folder)
@@ -77,14 +78,14 @@ def evaluate_run(
     model = make_model(config, data.training)
     _load(model, weights, folder)
     progress = evaluation_progress(reporter, len(data.held_out))
-    metrics = evaluate(config, model, make_loss(config), data, progress)
-    other = {} if own_data else {"data": config.to_dict()["data"]}
-    folder.log({"kind": "evaluate", "step": step, **metrics, **other})
+    metrics = evaluate(config, model, config.make_loss(), data, progress)
+    other_data = {} if data_of_run else {"data": config.to_dict()["data"]}
+    folder.log({"kind": "evaluate", "step": step, **metrics, **other_data})
     planted = getattr(data.held_out, "planted_auc", None)
     result = folder.read_result()
-    if result is not None and own_data:
-        beside = {} if planted is None else {"planted_auc": planted}
-        folder.write_result({**result, "evaluation": "done", **metrics, **beside})
+    if result is not None and data_of_run:
+        planted_auc = {} if planted is None else {"planted_auc": planted}
+        folder.write_result({**result, "evaluation": "done", **metrics, **planted_auc})
     return step, metrics, planted
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,12 +11,12 @@ from typing import Any
 
 import yaml
 
-from sparsedp.cli.config import ClickLogData, Config, FileVocabulary, SequencesData, TransformerModel
-from sparsedp.cli.schema import SchemaError, all_paths, build, keys_of, suggestion
-from sparsedp.cli.trust import Code, add_trust_argument
+from sparsedp.cli.config.config import Config
+from sparsedp.cli.config.schema import SchemaError, all_paths, build, keys_of, suggestion
+from sparsedp.cli.config.trust import Code, add_trust_argument
 from sparsedp.errors import ConfigError
 
-BUNDLED = Path(__file__).parent / "configs"
+BUNDLED = Path(__file__).parents[1] / "configs"
 
 
 def add_set_argument(parser: argparse.ArgumentParser, text: str) -> None:
@@ -62,26 +61,26 @@ def read_values(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     values = parse_yaml(text, str(path))
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected a mapping with the sections {', '.join(_sections())}")
+        raise ConfigError(f"{path}: expected a mapping with the sections {', '.join(keys_of(Config))}")
     values.setdefault("name", path.stem)
-    _spell_out(values)
+    _expand_mechanism(values)
     return values
 
 
 def make_config(values: dict[str, Any], source: str, changed: Mapping[str, str], code: Code) -> Config:
     """Values as a configuration. An error names `source`, or what `changed` says of the key that was put in later."""
     try:
-        return dataclasses.replace(_absolute(build(Config, values)), code=code)
+        return dataclasses.replace(build(Config, values).with_absolute_paths(), code=code)
     except SchemaError as error:
-        mine = [
+        sources = [
             where
             for key, where in changed.items()
             if f"{error.path}.".startswith(f"{key}.") or key.startswith(f"{error.path}.")
         ]
-        where, problem = mine[-1] if mine else source, str(error)
+        where, problem = sources[-1] if sources else source, str(error)
         if where.endswith(f" {error.path}"):  # --set names the key already
             problem = problem.removeprefix(f"{error.path}: ")
-        raise ConfigError(f"{where}: {problem}{_elsewhere(error.path)}") from None
+        raise ConfigError(f"{where}: {problem}{_belongs_to(error.path)}") from None
 
 
 def dump_config(config: Config | dict[str, Any]) -> str:
@@ -91,7 +90,7 @@ def dump_config(config: Config | dict[str, Any]) -> str:
 def explain_config(config: Config) -> str:
     """The configuration as YAML, every key with its value and what the bundled ones say about it."""
     comments: dict[str, str | None] = {}
-    for name in ("demo", *bundled_names()):  # the demo speaks for all keys that it has; the others add theirs
+    for name in ("demo", *bundled_names()):  # the demo's comments come first; the others add those of further keys
         for _, path, comment in _key_lines((BUNDLED / f"{name}.yaml").read_text()):
             comments.setdefault(path, comment)
     text = dump_config(config)
@@ -106,11 +105,11 @@ def _key_lines(text: str) -> Iterator[tuple[int, str, str | None]]:
     """The lines of YAML that begin with a key: their numbers, full paths and comments."""
     above: list[tuple[int, str]] = []  # indentation and key of the mappings around a line
     for number, line in enumerate(text.splitlines()):
-        found = re.match(r"( *)(\w+):(?: .*?)?(?:  # (.*))?$", line)
-        if found:
-            indent = len(found[1])
-            above = [*(entry for entry in above if entry[0] < indent), (indent, found[2])]
-            yield number, ".".join(key for _, key in above), found[3]
+        match = re.match(r"( *)(\w+):(?: .*?)?(?:  # (.*))?$", line)
+        if match:
+            indent = len(match[1])
+            above = [*(entry for entry in above if entry[0] < indent), (indent, match[2])]
+            yield number, ".".join(key for _, key in above), match[3]
 
 
 def find_config(source: str | Path) -> Path:
@@ -122,10 +121,6 @@ def find_config(source: str | Path) -> Path:
     hint = suggestion(str(source), bundled_names())
     names = ", ".join(bundled_names())
     raise ConfigError(f"{source} is neither a file nor a bundled configuration ({names}){hint}")
-
-
-def _sections() -> list[str]:
-    return keys_of(Config)
 
 
 def put_text(values: dict[str, Any], text: str) -> str:
@@ -141,18 +136,18 @@ def put_text(values: dict[str, Any], text: str) -> str:
 def put(values: dict[str, Any], key: str, value: Any, where: str) -> None:
     """Puts a value at the full path of its key; `where` is said in an error."""
     parts = key.split(".")
-    at = values
+    section = values
     for depth, part in enumerate(parts[:-1], 1):
-        if at.get(part) is None:
-            at[part] = {}
-        at = at[part]
-        if not isinstance(at, dict):
-            raise ConfigError(f"{where}: {'.'.join(parts[:depth])} is {at!r}, which has no keys")
-    at[parts[-1]] = value
-    _spell_out(values)
+        if section.get(part) is None:
+            section[part] = {}
+        section = section[part]
+        if not isinstance(section, dict):
+            raise ConfigError(f"{where}: {'.'.join(parts[:depth])} is {section!r}, which has no keys")
+    section[parts[-1]] = value
+    _expand_mechanism(values)
 
 
-def _spell_out(values: dict[str, Any]) -> None:
+def _expand_mechanism(values: dict[str, Any]) -> None:
     """A mechanism's bare name becomes the mapping that it stands for, so that settings can join it."""
     privacy = values.get("privacy")
     if isinstance(privacy, dict) and isinstance(privacy.get("mechanism"), str):
@@ -164,47 +159,14 @@ def covers(key: str, other: str) -> bool:
     return f"{other}.".startswith(f"{key}.")
 
 
-def _elsewhere(path: str) -> str:
+def _belongs_to(path: str) -> str:
     """For a key that stands in the wrong section: where it belongs."""
-    known = list(all_paths(Config))
-    if path in known:
+    paths = list(all_paths(Config))
+    if path in paths:
         return ""
     leaf = path.rpartition(".")[2]
-    found = [other for other in known if other.rpartition(".")[2] == leaf]
-    return f". There is {' and '.join(found)}" if found else ""
-
-
-def _absolute(config: Config) -> Config:
-    """With the paths of data made absolute, so that a run can be resumed from another directory."""
-    data, model = config.data, config.model
-    if isinstance(model, TransformerModel) and model.frequencies is not None:
-        frequencies = _expanded(model.frequencies, "model.frequencies")
-        config = dataclasses.replace(config, model=dataclasses.replace(model, frequencies=frequencies))
-    if isinstance(data, SequencesData):
-        return dataclasses.replace(config, data=dataclasses.replace(data, path=_expanded(data.path, "data.path")))
-    if not isinstance(data, ClickLogData):
-        return config
-
-    def absolute(path: str) -> str:
-        return str(Path(path).expanduser().absolute())
-
-    paths = absolute(data.paths) if isinstance(data.paths, str) else [absolute(path) for path in data.paths]
-    data = dataclasses.replace(data, paths=paths, cache_dir=absolute(data.cache_dir))
-    if isinstance(data.vocabulary, FileVocabulary):
-        data = dataclasses.replace(
-            data, vocabulary=dataclasses.replace(data.vocabulary, path=absolute(data.vocabulary.path))
-        )
-    return dataclasses.replace(config, data=data)
-
-
-def _expanded(path: str, key: str) -> str:
-    """An absolute path, with ~ and environment variables filled in."""
-    found = os.path.expandvars(path)
-    if missing := re.search(r"\$\{?(\w+)", found):
-        raise SchemaError(
-            key, f"{path}: there is no environment variable {missing[1]}. Set it, or name the file: --set {key}=FILE"
-        )
-    return str(Path(found).expanduser().absolute())
+    others = [other for other in paths if other.rpartition(".")[2] == leaf]
+    return f". There is {' and '.join(others)}" if others else ""
 
 
 class _Loader(yaml.SafeLoader):

@@ -12,13 +12,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
-from sparsedp.cli.assemble import Data, Loss, forward
-from sparsedp.cli.config import Config
-from sparsedp.cli.sequences import rank
+from sparsedp.cli.config.config import Config
+from sparsedp.cli.config.datasets import Data
+from sparsedp.cli.config.losses import Loss
+from sparsedp.cli.prepare import forward
 from sparsedp.data import HeldOutItems, auc, log_loss
-from sparsedp.errors import SparseDPError, one_line
+from sparsedp.data.ranking import Scorer, popularity_scorer, rank_held_out
+from sparsedp.errors import ConfigError, SparseDPError, one_line
 
-Progress = Callable[[int], None]  # is told of each batch how many examples it has
+ExamplesDone = Callable[[int], None]  # called after each batch with how many examples it has
+TOP = 10  # the k of NDCG@k and HIT@k
 
 
 class EvaluationError(SparseDPError):
@@ -30,7 +33,7 @@ class DivergedError(SparseDPError):
 
 
 def evaluate(
-    config: Config, model: nn.Module, loss: Loss, data: Data, progress: Progress = lambda count: None
+    config: Config, model: nn.Module, loss: Loss, data: Data, progress: ExamplesDone = lambda count: None
 ) -> dict[str, Any]:
     """AUC and log loss for binary cross-entropy, NDCG and HIT for held-out items of sequences, else the mean loss.
 
@@ -51,6 +54,24 @@ def rank_items(config: Config, model: nn.Module, data: Data, held_out: Any) -> d
         return rank(config, model, data.training, held_out)
 
 
+def rank(config: Config, model: nn.Module, training: Any, held_out: Any) -> dict[str, float]:
+    """NDCG@10 and HIT@10 over all items: of the model, of the most popular items and, if there is one, of the planted model."""
+    if not hasattr(model, "score_next"):
+        raise ConfigError(f"model.kind: to rank items, {type(model).__name__} needs a method score_next(history)")
+    scorers: dict[str, Scorer] = {"": model.score_next}  # type: ignore[dict-item]
+    if hasattr(training, "item_counts"):
+        scorers["popularity_"] = popularity_scorer(training)
+    planted = getattr(getattr(training, "sequences", None), "planted_scores", None)
+    if planted is not None:
+        scorers["planted_"] = planted
+    exclude = getattr(config.data, "exclude_seen", False)
+    metrics: dict[str, float] = {}
+    for prefix, score in scorers.items():
+        ranking = rank_held_out(score, held_out, k=TOP, exclude_seen=exclude)
+        metrics |= {f"{prefix}{name}": value for name, value in ranking.to_dict().items()}
+    return metrics
+
+
 def evaluate_on(
     config: Config,
     model: nn.Module,
@@ -58,18 +79,18 @@ def evaluate_on(
     dataset: Any,
     collate: Callable[[Any], Any],
     periods: Any = None,
-    progress: Progress = lambda count: None,
+    progress: ExamplesDone = lambda count: None,
 ) -> dict[str, Any]:
     """As `evaluate`, on any data set. `periods` holds the period of each of its examples."""
     if len(dataset) == 0:
         raise EvaluationError("The held-out data are empty.")
     if periods is None:
-        return _metrics([_seen(config, model, loss, dataset, collate, progress)])
+        return _metrics([_outputs(config, model, loss, dataset, collate, progress)])
     periods = np.asarray(periods)
-    parts: dict[int, _Seen] = {}
+    parts: dict[int, _Outputs] = {}
     for period in np.unique(periods):
         part = Subset(dataset, np.flatnonzero(periods == period).tolist())
-        parts[int(period)] = _seen(config, model, loss, part, collate, progress)
+        parts[int(period)] = _outputs(config, model, loss, part, collate, progress)
     return {
         **_metrics(list(parts.values())),
         "periods": {str(period): {"examples": part.count, **_metrics([part])} for period, part in parts.items()},
@@ -77,39 +98,39 @@ def evaluate_on(
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What a model said about some examples."""
+class _Outputs:
+    """What a model makes of some examples."""
 
     loss: float  # summed
     count: int
-    outputs: torch.Tensor | None  # logits and labels, for binary cross-entropy
-    targets: torch.Tensor | None
+    logits: torch.Tensor | None  # these and the labels for binary cross-entropy alone
+    labels: torch.Tensor | None
 
 
-def _metrics(parts: Sequence[_Seen]) -> dict[str, float]:
+def _metrics(parts: Sequence[_Outputs]) -> dict[str, float]:
     """Of all parts together."""
     mean = {"loss": sum(part.loss for part in parts) / sum(part.count for part in parts)}
-    if any(part.outputs is None for part in parts):
+    if any(part.logits is None for part in parts):
         return mean
     logits, labels = (
-        torch.cat([getattr(part, name) for part in parts]).flatten().numpy() for name in ("outputs", "targets")
+        torch.cat([getattr(part, name) for part in parts]).flatten().numpy() for name in ("logits", "labels")
     )
     if not np.isin(labels, (0, 1)).all():  # shares of clicks: nothing to rank
         return mean
     return {"auc": auc(labels, logits), "log_loss": log_loss(labels, logits)}
 
 
-def _seen(
-    config: Config, model: nn.Module, loss: Loss, dataset: Any, collate: Callable[[Any], Any], progress: Progress
-) -> _Seen:
+def _outputs(
+    config: Config, model: nn.Module, loss: Loss, dataset: Any, collate: Callable[[Any], Any], progress: ExamplesDone
+) -> _Outputs:
     batch_size = config.training.max_physical_batch or config.training.batch_size
     outputs: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
-    total, seen = 0.0, 0
+    total, done = 0.0, 0
     with torch.no_grad(), _evaluating(model):
         batches = _batches(dataset, collate, batch_size)
-        while seen < len(dataset):
-            rows = range(seen, min(seen + batch_size, len(dataset)))
+        while done < len(dataset):
+            rows = range(done, min(done + batch_size, len(dataset)))
             try:
                 batch = next(batches)
                 output, target, value = forward(model, loss, batch)
@@ -118,14 +139,14 @@ def _seen(
             if not torch.isfinite(value).all():
                 raise _not_finite(model, dataset, rows, batch, value.item())
             total += value.item() * (len(rows) if config.privacy.loss_reduction == "mean" else 1)
-            seen = rows.stop
+            done = rows.stop
             progress(len(rows))
             if config.loss == "binary_cross_entropy":
                 outputs.append(output)
                 targets.append(target)
     if config.loss != "binary_cross_entropy":
-        return _Seen(total, seen, None, None)
-    return _Seen(total, seen, torch.cat(outputs), torch.cat(targets))
+        return _Outputs(total, done, None, None)
+    return _Outputs(total, done, torch.cat(outputs), torch.cat(targets))
 
 
 def _unusable(
@@ -149,12 +170,12 @@ def _not_finite(model: nn.Module, dataset: Any, rows: range, batch: Any, value: 
             continue
         wrong = torch.flatten(~torch.isfinite(part), 1).any(1) if part.dim() > 1 else ~torch.isfinite(part)
         if wrong.any():
-            found = [str(_row(dataset, rows[i])) for i in wrong.nonzero()[:5, 0].tolist()]
+            numbers = [str(_row(dataset, rows[i])) for i in wrong.nonzero()[:5, 0].tolist()]
             label = not isinstance(batch, dict) and name == len(batch) - 1
             what = "label" if label else f"input {name!r}" if isinstance(name, str) else f"input {name + 1}"
-            more = ", ..." if int(wrong.sum()) > len(found) else ""
+            more = ", ..." if int(wrong.sum()) > len(numbers) else ""
             return EvaluationError(
-                f"The {what} is NaN or infinite in held-out row{'s' if len(found) > 1 else ''} {', '.join(found)}{more}."
+                f"The {what} is NaN or infinite in held-out row{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}{more}."
             )
     if all(bool(torch.isfinite(p).all()) for p in model.state_dict().values() if p.is_floating_point()):
         where = f"in held-out rows {_row(dataset, rows[0])} to {_row(dataset, rows[-1])}"
@@ -165,7 +186,7 @@ def _not_finite(model: nn.Module, dataset: Any, rows: range, batch: Any, value: 
 
 
 def _row(dataset: Any, index: int) -> int:
-    """The row of the whole set, of which subsets were taken."""
+    """The number of a row in the set that subsets were taken of."""
     while isinstance(dataset, Subset):
         index, dataset = int(dataset.indices[index]), dataset.dataset
     return index

@@ -14,17 +14,17 @@ from typing import Any, Literal
 
 from torch import nn
 
-from sparsedp.cli.assemble import make_loss, make_optimizer
-from sparsedp.cli.config import Config, NotNegative, OwnData, Positive, Seed, require_folder_name
-from sparsedp.cli.load import BUNDLED, covers, find_config, make_config, parse_yaml, put, put_text, read_values
-from sparsedp.cli.schema import SchemaError, build, keys_of, suggestion
-from sparsedp.cli.trust import Code
+from sparsedp.cli.config.config import Config, require_folder_name
+from sparsedp.cli.config.limits import NotNegative, Positive, Seed
+from sparsedp.cli.config.load import BUNDLED, covers, find_config, make_config, parse_yaml, put, put_text, read_values
+from sparsedp.cli.config.schema import SchemaError, build, keys_of, suggestion
+from sparsedp.cli.config.trust import Code
 from sparsedp.errors import ConfigError
 
-BUNDLED_SWEEPS = Path(__file__).parent / "sweeps"
+BUNDLED_SWEEPS = Path(__file__).parents[1] / "sweeps"
 FROZEN, NON_PRIVATE = "frozen", "non_private"
-# What `seeds` decides, so that no other part of a sweep may.
-_OF_SEEDS = {"training.init_seed", "training.seed", "name"}
+# The keys that `seeds` decides, so that no other part of a sweep may.
+_SET_BY_SEEDS = {"training.init_seed", "training.seed", "name"}
 _LONGEST_ID = 150
 
 
@@ -130,7 +130,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class SweepRun:
-    """One run: its group, where on the axes it lies, its own settings, its seed, and its whole configuration."""
+    """One run: its group, where on the axes it lies, its own settings, its seed, and its configuration."""
 
     id: str
     group: str
@@ -143,10 +143,9 @@ class SweepRun:
     def data_key(self) -> str:
         """The same for runs that can share their data."""
         values = self.config.to_dict()
-        # A user's own data may be drawn with torch's generator, which the seeds set.
-        seeds = [self.config.training.seed, self.config.training.init_seed]
-        own = seeds if isinstance(self.config.data, OwnData) else None
-        return json.dumps([values["data"], own], sort_keys=True, default=str)
+        training = self.config.training  # whose seeds set torch's generator
+        seeds = [training.seed, training.init_seed] if self.config.data.may_use_torch_seed else None
+        return json.dumps([values["data"], seeds], sort_keys=True, default=str)
 
 
 def sweep_names() -> list[str]:
@@ -205,24 +204,24 @@ def expand(sweep: Sweep, path: Path, overrides: Sequence[str] = (), trust: Seque
     names = _short_names([*sweep.over, *(key for group in groups.values() for key in group.grid)])
     runs = []
     for seed, (name, group) in itertools.product(sweep.seeds, groups.items()):
-        here = f"{path.name}: {sweep.section(name)}.{name}"
+        group_key = f"{path.name}: {sweep.section(name)}.{name}"
         for point in _combinations(sweep.axes(name, group)):
             for settings in _combinations(group.grid):
                 values = copy.deepcopy(base)
                 changed = dict(where)
                 parts = {
-                    here: _built_in(name, values),
-                    f"{here}.set": group.set,
+                    group_key: _built_in(name, values),
+                    f"{group_key}.set": group.set,
                     f"{path.name}: over": point,
-                    f"{here}.grid": settings,
+                    f"{group_key}.grid": settings,
                 }
                 for part, changes in parts.items():
                     for key, value in changes.items():
                         changed[key] = f"{part}.{key}"
                         put(values, key, copy.deepcopy(value), changed[key])
                 id = _run_id(name, {**point, **settings}, seed, names)
-                put(values, "training.init_seed", seed, here)
-                put(values, "training.seed", seed if sweep.seeded else None, here)
+                put(values, "training.init_seed", seed, group_key)
+                put(values, "training.seed", seed if sweep.seeded else None, group_key)
                 values["name"] = id
                 runs.append(SweepRun(id, name, point, settings, seed, make_config(values, path.name, changed, code)))
     _check(runs)
@@ -254,12 +253,12 @@ def _built_in(name: str, values: dict[str, Any]) -> dict[str, Any]:
 
 def _check(runs: list[SweepRun]) -> None:
     """What can be known to fail without reading the data."""
-    known: dict[str, str] = {}
+    ids: set[str] = set()
     for run in runs:
-        if run.id in known:
+        if run.id in ids:
             raise ConfigError(f"two runs have the name {run.id}: a value stands twice in over or in a grid")
-        known[run.id] = run.id
-    seen = set()
+        ids.add(run.id)
+    checked = set()
     for run in runs:
         config = run.config
         if not getattr(config.data, "held_out", True):
@@ -268,12 +267,12 @@ def _check(runs: list[SweepRun]) -> None:
             )
         keys = ("data", "model", "loss", "optimizer", "privacy")
         parts = json.dumps([config.to_dict()[key] for key in keys], default=str)
-        if parts in seen:
+        if parts in checked:
             continue
-        seen.add(parts)
+        checked.add(parts)
         try:
-            make_optimizer(config, nn.Linear(1, 1))
-            make_loss(config)
+            config.optimizer.make(nn.Linear(1, 1))
+            config.make_loss()
             config.make_mechanism()
             for key, address in config.addresses().items():
                 config.code.find(address, key)
@@ -285,7 +284,7 @@ def _check_changes(changes: Mapping[str, Any], where: str) -> None:
     for key in changes:
         if not all(key.split(".")):
             raise SchemaError(where, f"expected full keys such as training.epochs; got {key!r}")
-        if any(covers(key, other) for other in _OF_SEEDS):
+        if any(covers(key, other) for other in _SET_BY_SEEDS):
             raise SchemaError(f"{where}.{key}", "the sweep's seeds and names decide it; leave it out")
 
 
@@ -311,7 +310,7 @@ def _refuse_ignored(key: str, sweep: Sweep, groups: Mapping[str, Group]) -> None
         for other in changes:
             if covers(other, key):
                 raise ConfigError(f"--set {key}: {where} of the sweep sets {other}; change it there")
-    if any(covers(other, key) or covers(key, other) for other in _OF_SEEDS):
+    if any(covers(other, key) or covers(key, other) for other in _SET_BY_SEEDS):
         raise ConfigError(f"--set {key}: the sweep's seeds and names decide it")
 
 
@@ -331,9 +330,9 @@ def _run_id(group: str, settings: Mapping[str, Any], seed: int, names: Mapping[s
     """A name that says what the run is, and that any file system takes."""
     parts = [group, *(f"{names[key]}={describe(value)}" for key, value in settings.items()), f"seed={seed}"]
     id = re.sub(r"[^A-Za-z0-9._=,+-]", "_", ",".join(parts))
-    whole = json.dumps([group, dict(settings), seed], sort_keys=True, default=str)
     if len(id) > _LONGEST_ID or id.startswith("."):
-        return f"{id[: _LONGEST_ID - 10].lstrip('.')}-{hashlib.sha256(whole.encode()).hexdigest()[:9]}"
+        everything = json.dumps([group, dict(settings), seed], sort_keys=True, default=str)
+        return f"{id[: _LONGEST_ID - 10].lstrip('.')}-{hashlib.sha256(everything.encode()).hexdigest()[:9]}"
     return id
 
 

@@ -43,13 +43,13 @@ def run(args: argparse.Namespace) -> int:
             )
         if not args.without_guarantee:
             _require_guarantee(folder)
-        others = sorted(path.name for path in folder.release.iterdir() if path.name not in RELEASED)
+        not_copied = sorted(path.name for path in folder.release.iterdir() if path.name not in RELEASED)
         require_space(target, sum(path.stat().st_size for path in folder.release.iterdir()), "the release")
         names = copy_release(folder, target)
     print((target / "statement.txt").read_text().partition("\n")[0])
     print(f"Copied to {target}: {', '.join(names)}")
-    if others:
-        print(f"Not copied, because no run writes it: {', '.join(others)}")
+    if not_copied:
+        print(f"Not copied, because no run writes it: {', '.join(not_copied)}")
     return 0
 
 

@@ -1,0 +1,90 @@
+"""Trains a model privately, as a configuration says, and leaves a folder with the model and its promise."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from sparsedp.cli.config.load import add_config_arguments, explain_config, load_config
+from sparsedp.cli.config.trust import add_code_argument
+from sparsedp.cli.progress import make_reporter
+from sparsedp.cli.resume import command_on_run, resumed_config
+from sparsedp.cli.run import run_training
+from sparsedp.cli.runfolder import RunFolder, plain
+from sparsedp.errors import ConfigError
+
+NOT_EVALUATED, INTERRUPTED = 3, 130
+EPILOG = """examples:
+  sparsedp train demo                                    a generated click log, in about a minute
+  sparsedp train demo --set privacy.target_epsilon=1     the same with more noise
+  sparsedp train stream                                  days in order of time, evaluated on later days
+  sparsedp train criteo --set 'data.paths=train.txt.gz'  a click log in Criteo's format
+  sparsedp train sequences                               the next item of generated sequences, in less than a minute
+  sparsedp train movielens --set data.path=ratings.dat   the next film, a user as the unit
+  sparsedp train my.yaml --run-dir runs/mine --json      the result as JSON; progress goes to stderr
+  sparsedp train --resume runs/mine                      go on after Ctrl-C or a crash
+  sparsedp train --resume runs/mine --code my.yaml       the same, with code of your own beside my.yaml
+
+Exit codes: 0 done; 2 an error; 3 trained, but the evaluation failed (`sparsedp evaluate RUN` makes up for it); 130 stopped
+by Ctrl-C or SIGTERM.
+
+`sparsedp plan` says beforehand what a run will cost. `sparsedp train demo --show-config` explains the keys of a
+configuration; a run's own folder holds all of them, with their values, in config.yaml.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
+    add_config_arguments(parser, required=False)
+    parser.add_argument(
+        "--resume", metavar="RUN", type=Path, help="go on with the run in this folder, from its checkpoint"
+    )
+    add_code_argument(parser)
+    parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the folder to write (runs/<name>-<time>)")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON; everything else goes to stderr")
+    parser.add_argument("--quiet", action="store_true", help="show the result only")
+
+
+def run(args: argparse.Namespace) -> int:
+    console = Console(stderr=args.json, highlight=False)
+    reporter = make_reporter(console, args.quiet)
+    if args.resume is None:
+        if args.config is None:
+            raise ConfigError("CONFIG is missing: a YAML file or the name of a bundled one, such as demo")
+        if args.code is not None:
+            raise ConfigError("--code is for --resume; the code of a new run lies beside CONFIG")
+        config = load_config(args.config, args.overrides, args.trust)
+    else:
+        if args.run_dir is not None:
+            raise ConfigError("--resume goes on in the run's own folder; leave --run-dir out")
+        config = resumed_config(args.resume, args.config, args.overrides, args.trust, args.code)
+    if args.show_config:
+        print(explain_config(config), end="")
+        return 0
+    resume = args.resume is not None
+    result = run_training(config, args.resume or args.run_dir, resume=resume, reporter=reporter, on_signals=True)
+    if args.json:
+        print(json.dumps(plain(result.to_dict()), indent=2))
+    folder = RunFolder(result.run_dir)
+    if not result.finished:
+        message = f"Stopped after step {result.totals.steps} of {result.planned_steps}; the checkpoint is written."
+        _print(console, f"{message} Go on with:\n  {command_on_run('train --resume', config, folder)}")
+        return INTERRUPTED
+    if not args.json:
+        if not args.quiet:
+            console.print(f"\n{result.statement}", markup=False, soft_wrap=True)
+        console.print(result.table())
+    if result.failure is None:
+        return 0
+    message = (
+        f"Trained, not evaluated: {result.failure.rstrip('.')}. The model and its statement are in {folder.release}."
+    )
+    _print(console, f"{message} Make up for the evaluation with:\n  {command_on_run('evaluate', config, folder)}")
+    return INTERRUPTED if result.failure == "interrupted" else NOT_EVALUATED
+
+
+def _print(console: Console, text: str) -> None:
+    console.print(text, markup=False, soft_wrap=True)

@@ -1,0 +1,100 @@
+"""What a run is configured by. `configs/demo.yaml` explains the keys; `load.py` reads them from files."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from typing import Any, Literal
+
+from sparsedp.cli.config.datasets import ClickLogData, GeneratedData, GeneratedSequencesData, OwnData, SequencesData
+from sparsedp.cli.config.losses import CANDIDATE_LOSSES, SEQUENCE_LOSSES, Loss, make_loss
+from sparsedp.cli.config.mechanism import mechanism_addresses
+from sparsedp.cli.config.models import OwnModel, PctrModel, RecurrentModel, TransformerModel
+from sparsedp.cli.config.schema import Address, SchemaError
+from sparsedp.cli.config.sections import OptimizerConfig, PrivacyConfig, StreamConfig, TrainingConfig
+from sparsedp.cli.config.trust import Code
+from sparsedp.mechanisms import Mechanism
+
+
+@dataclass(frozen=True)
+class Config:
+    data: GeneratedData | ClickLogData | GeneratedSequencesData | SequencesData | OwnData
+    model: PctrModel | TransformerModel | RecurrentModel | OwnModel
+    optimizer: OptimizerConfig
+    training: TrainingConfig
+    privacy: PrivacyConfig
+    loss: Literal["binary_cross_entropy", "softmax", "sampled_softmax", "binary_candidates"] | Address = (
+        "binary_cross_entropy"
+    )
+    stream: StreamConfig | None = None
+    name: str = "run"
+    # Where the code that it names may come from. Not a key: set by who reads the configuration.
+    code: Code = field(default=Code(), compare=False, repr=False, metadata={"given": False})
+
+    def __post_init__(self) -> None:
+        require_folder_name(self.name, "run")
+        self._check_sequences()
+
+    def _check_sequences(self) -> None:
+        """Refuses parts that do not go together, and negatives that no loss looks at."""
+        of_sequences = "sequences" in (self.data.topic, self.model.topic)
+        if of_sequences and self.loss == "binary_cross_entropy":
+            losses = ", ".join(SEQUENCE_LOSSES)
+            raise SchemaError("loss", f"expected {losses} or a loss of your own for sequences; got {self.loss}")
+        if of_sequences or self.loss in SEQUENCE_LOSSES:
+            for key, part in (("data.kind", self.data), ("model.kind", self.model)):
+                if part.topic == "clicks":
+                    problem = f"{part.kind} is about clicks, and the rest of the configuration about sequences"
+                    raise SchemaError(key, problem)
+        if self.loss in CANDIDATE_LOSSES and self.training.negatives is None:
+            raise SchemaError("training.negatives", f"missing; expected how many negatives {self.loss} draws")
+        if self.loss not in CANDIDATE_LOSSES and self.training.negatives is not None:
+            raise SchemaError(
+                "training.negatives", f"the loss {self.loss} draws none; {' and '.join(CANDIDATE_LOSSES)} do"
+            )
+        if self.privacy.frequencies is not None and not self.model.has_reattention:
+            raise SchemaError("privacy.frequencies", "re-attention alone looks at them; choose model.kind dpformer")
+        if self.privacy.frequencies is not None and self.model.frequencies is not None:
+            raise SchemaError(
+                "privacy.frequencies", "model.frequencies are given, so none need be released: leave one out"
+            )
+        if self.training.negatives is not None and self.training.workers:
+            raise SchemaError("training.workers", "negatives are drawn in the main process: give 0")
+
+    def make_loss(self) -> Loss:
+        return make_loss(self.loss, self.privacy.loss_reduction, self.code)
+
+    def with_absolute_paths(self) -> Config:
+        model = self.model.with_absolute_paths()
+        return replace(self, model=model, data=self.data.with_absolute_paths())
+
+    def addresses(self) -> dict[str, str]:
+        """The keys that name code of the user's own, and what they name."""
+        named = {"data.kind": self.data.kind, "model.kind": self.model.kind, "loss": self.loss}
+        mechanisms = mechanism_addresses(self.privacy.mechanism, "privacy.mechanism")
+        return {key: address for key, address in named.items() if ":" in address} | mechanisms
+
+    def make_mechanism(self) -> Mechanism:
+        return self.privacy.make_mechanism(self.code)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in asdict(self).items() if key != "code"}
+
+
+def require_folder_name(name: str, whose: str) -> None:
+    if not name or name.startswith(".") or any(c in name for c in "/\\\0"):
+        raise SchemaError(
+            "name",
+            f"names the {whose}'s folder, so it must not be empty, begin with a dot or hold a slash; got {name!r}",
+        )
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """The full paths of the keys in which two configurations differ."""
+    if type(old) is type(new) and is_dataclass(old):
+        keys = {f.name: f"{path}.{f.name}" if path else f.name for f in fields(old) if f.compare}
+        return [
+            changed
+            for name, key in keys.items()
+            for changed in differences(getattr(old, name), getattr(new, name), key)
+        ]
+    return [] if old == new else [path]

@@ -1,0 +1,202 @@
+"""The sections of a configuration beside data and model: optimizer, training, privacy, stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from sparsedp.accounting import accountant_names
+from sparsedp.cli.config.limits import Count, NotNegative, Positive, Probability, Seed, Share
+from sparsedp.cli.config.mechanism import mechanism_addresses, with_registered_names
+from sparsedp.cli.config.schema import OneOf, Range, SchemaError, suggestion
+from sparsedp.cli.config.trust import Code
+from sparsedp.errors import ConfigError, SparseDPError, UnsupportedError
+from sparsedp.frequencies import FrequencyRelease
+from sparsedp.mechanisms import Mechanism, mechanism_from_dict
+from sparsedp.plan import require_delta
+from sparsedp.sampling.stream import COMPOSITIONS
+from sparsedp.tables import find_tables
+
+# The share of the learning rate after warm-up, by the share of the steps that are done and the share at the end.
+_DECAYS: dict[str, Callable[[float, float], float]] = {
+    "none": lambda done, final: 1.0,
+    "linear": lambda done, final: 1 - done * (1 - final),
+    "cosine": lambda done, final: final + (1 - final) * (1 + math.cos(math.pi * done)) / 2,
+}
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """The learning rate as a share of `optimizer.lr`: it rises in `warmup` steps, then falls to `final`.
+
+    `warmup_share` gives the steps in which it rises as a share of all.
+    """
+
+    kind: Literal["none", "linear", "cosine"] = "none"
+    warmup: Annotated[int, Range(0)] = 0
+    warmup_share: Share = 0.0
+    final: Share = 0.0
+
+    def __post_init__(self) -> None:
+        if self.warmup and self.warmup_share:
+            raise SchemaError("warmup_share", f"give it or warmup, not both; got {self.warmup_share} and {self.warmup}")
+        if self.kind == "none" and self.final != 0:
+            raise SchemaError(
+                "final", "a learning rate that does not decay has no final share; choose linear or cosine"
+            )
+
+    def shares(self, steps: int) -> Callable[[int], float]:
+        """The share of the learning rate for each step, from 0."""
+        warmup = self.warmup or round(self.warmup_share * steps)
+
+        def share(step: int) -> float:
+            if step < warmup:
+                return (step + 1) / (warmup + 1)
+            return _DECAYS[self.kind](min(1.0, (step - warmup) / max(1, steps - warmup)), self.final)
+
+        return share
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    name: str
+    lr: Positive
+    table_lr: Positive | None = None  # of the tables; None: lr
+    options: dict[str, Any] = field(default_factory=dict)
+    scheduler: SchedulerConfig = SchedulerConfig()
+
+    def __post_init__(self) -> None:
+        base = torch.optim.Optimizer
+        classes = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+        names = [name for name, kind in classes.items() if issubclass(kind, base) and kind is not base]
+        if self.name not in names:
+            problem = f"expected an optimizer of torch.optim ({', '.join(names)}); got {self.name!r}"
+            raise SchemaError("name", problem + suggestion(self.name, names))
+        if "lr" in self.options:
+            raise SchemaError("options.lr", "give the learning rate as optimizer.lr")
+
+    def make(self, model: nn.Module) -> Optimizer:
+        """With `table_lr` there are two parameter groups: the dense parameters, then the tables."""
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        groups: list[dict[str, Any]] = [{"params": list(trained.values())}]
+        if self.table_lr is not None:
+            tables = find_tables(model)
+            dense = [p for name, p in trained.items() if name not in tables]
+            rows = [p for name, p in trained.items() if name in tables]
+            groups = [{"params": dense}, {"params": rows, "lr": self.table_lr}]
+        kind = getattr(torch.optim, self.name)
+        try:
+            return kind([group for group in groups if group["params"]], lr=self.lr, **self.options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"optimizer: {self.name} refuses its settings: {error}") from error
+
+    def state_share(self) -> float:
+        """Bytes of optimizer state per byte of parameter, measured at a small parameter of its own."""
+        probe = nn.Linear(32, 32, bias=False)
+        optimizer = self.make(probe)
+        probe.weight.grad = torch.zeros_like(probe.weight)
+        optimizer.step()
+        tensors = [value for value in optimizer.state[probe.weight].values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in tensors if tensor.dim()) / probe.weight.nbytes
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    epochs: Count
+    batch_size: Count
+    max_physical_batch: Count | None = None
+    workers: Annotated[int, Range(0)] = 0
+    threads: Count | None = None
+    evaluate_every: Count | None = None
+    evaluate_every_epochs: Count | None = None
+    checkpoint_every: Count | None = 1000
+    checkpoint_minutes: Positive | None = 10.0
+    log_every: Count = 10
+    check: bool = True
+    seed: Seed | None = None
+    init_seed: Seed | None = None
+    negatives: Count | None = None
+    shared_negatives: bool = False
+
+    def __post_init__(self) -> None:
+        if self.evaluate_every is not None and self.evaluate_every_epochs is not None:
+            raise SchemaError("evaluate_every_epochs", "give it or evaluate_every (steps), not both")
+        if self.shared_negatives and self.negatives is None:
+            raise SchemaError("shared_negatives", "there are no negatives to share; give training.negatives")
+
+
+@dataclass(frozen=True)
+class FrequencyConfig:
+    """How often users have each item, released once with noise (`sparsedp.FrequencyRelease`)."""
+
+    epsilon: Positive = 0.5
+    delta: Probability = 1e-7
+    clip: Positive = 1.0
+
+
+@dataclass(frozen=True)
+class PrivacyConfig:
+    max_grad_norm: Positive
+    target_epsilon: Positive | None = None
+    target_delta: Probability | None = None
+    allow_large_delta: bool = False
+    ledger_key: str | None = None
+    noise_multiplier: NotNegative | None = None
+    clipping: Literal["flat", "automatic"] = "flat"
+    mechanism: dict[str, Any] = field(default_factory=lambda: {"name": "dpsgd"})
+    accountant: Annotated[str, OneOf(accountant_names)] = "pld"
+    poisson_sampling: bool = True
+    loss_reduction: Literal["mean", "sum"] = "mean"
+    unit: Literal["example", "user"] = "example"
+    max_examples_per_user: Count | None = None
+    frequencies: FrequencyConfig | None = None
+
+    def __post_init__(self) -> None:
+        if self.unit == "example" and self.max_examples_per_user is not None:
+            raise SchemaError("max_examples_per_user", "is for privacy.unit: user; with unit: example leave it out")
+        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+            raise SchemaError(
+                "target_epsilon",
+                "give exactly one of target_epsilon and noise_multiplier (null takes the other one back); "
+                f"got {self.target_epsilon} and {self.noise_multiplier}",
+            )
+        if self.target_delta is not None:
+            try:
+                require_delta(self.target_delta, None, self.allow_large_delta)
+            except UnsupportedError as error:
+                raise SchemaError("target_delta", str(error)) from None
+        if not mechanism_addresses(self.mechanism, "mechanism"):  # others are made when their code may be loaded
+            self.make_mechanism()  # what it refuses is refused before any data is read
+
+    def make_release(self) -> FrequencyRelease | None:
+        settings = self.frequencies
+        return None if settings is None else FrequencyRelease(settings.epsilon, settings.delta, settings.clip)
+
+    def make_mechanism(self, code: Code | None = None) -> Mechanism:
+        """`code` says where a mechanism of the user's own may come from; without it, only registered ones are known."""
+        if "name" not in self.mechanism:
+            raise SchemaError("mechanism", "the key 'name' is missing, as in {name: adafest, threshold: 10.0}")
+        values = with_registered_names(self.mechanism, "privacy.mechanism", code or Code())
+        try:
+            return mechanism_from_dict(values)
+        except (TypeError, ValueError, SparseDPError) as error:
+            raise SchemaError("mechanism" if code is None else "privacy.mechanism", str(error)) from None
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """Training on spans of periods in order of time (`sparsedp.Stream`)."""
+
+    composition: Literal["parallel", "sequential"] | None = None  # null is refused: nobody can guess it
+    span: Count = 1
+    evaluate_next: bool = False
+
+    def __post_init__(self) -> None:
+        if self.composition is None:
+            raise SchemaError("composition", f"missing; say {COMPOSITIONS}")
