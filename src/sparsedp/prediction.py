@@ -42,7 +42,7 @@ class RowGroups:
 
     rows: np.ndarray  # in the group
     counts: np.ndarray  # units that touch such a row
-    weights: np.ndarray  # what each of these units adds to AdaFEST's map, on average
+    weights: np.ndarray  # what each of these units adds to the mechanism's map of rows, on average
     chosen: np.ndarray  # whether the rows may be selected: False if FEST leaves them out
 
 
@@ -62,7 +62,7 @@ class Look:
 
     source: str  # in words
     private: bool  # whether it was counted on the training data
-    clip: float | None  # AdaFEST's map_clip, which the contributions were clipped to
+    clip: float | None  # the mechanism's contribution_clip, which the contributions were clipped to
     drawn: bool  # whether it holds a noisy draw of what a mechanism chooses before training
     spans: tuple[SpanLook, ...]
 
@@ -231,7 +231,7 @@ def look_at_counts(plan: PrivacyPlan, tables: Mapping[str, TableSpec], counts: M
 class _SpanCounts:
     units: float
     counts: Mapping[str, np.ndarray]  # units that touch each row, (rows,)
-    contributions: Mapping[str, np.ndarray]  # sum of what they add to AdaFEST's map, (rows,)
+    contributions: Mapping[str, np.ndarray]  # sum of what they add to the mechanism's map of rows, (rows,)
     selection: Mapping[str, Tensor] | None
 
 
