@@ -24,7 +24,7 @@ from sparsedp import SparseDPError, UnitsMixedError, UnsupportedError, chacha
 from sparsedp.capture import Capture, Draws, RepeatedDraws, Replaced
 from sparsedp.capture.capture import _name
 from sparsedp.capture.randomness import GlobalGenerators, may_draw
-from sparsedp.capture.tracking import UnitAxis
+from sparsedp.capture.units import UnitAxis
 from sparsedp.noise import RandomKey
 from support import Apply, batch_of, clicks, dense, loader_of, make_private, train, unit_loss
 

@@ -25,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from sparsedp.capture.expressions import Expression, Placed
+from sparsedp.capture.following import follow
 from sparsedp.capture.functions import APPLY, Functions
 from sparsedp.capture.inputs import (
     NamedInput,
@@ -35,6 +36,13 @@ from sparsedp.capture.inputs import (
     named_inputs,
     slots_of,
 )
+from sparsedp.capture.ops import run_use
+from sparsedp.capture.ops.elementwise import POINTWISE
+from sparsedp.capture.ops.indexing import written_axis
+from sparsedp.capture.ops.lookups import OTHER_ORDER, public_ids
+from sparsedp.capture.ops.normalisation import takes_batch_statistics
+from sparsedp.capture.ops.registry import SHAPE_IN_PLACE, VALUES_IN_PLACE, is_followed, plain_name
+from sparsedp.capture.ops.shape import SHAPE_ONLY
 from sparsedp.capture.owners import Grouping
 from sparsedp.capture.randomness import (
     COUNTING,
@@ -48,33 +56,14 @@ from sparsedp.capture.randomness import (
 )
 from sparsedp.capture.rows import RowSpace, TouchedRows
 from sparsedp.capture.scripted import ScriptedFunctions
-from sparsedp.capture.tracking import (
-    POINTWISE,
-    SAME_SHAPE_IN_PLACE,
-    SHAPE_IN_PLACE,
-    Info,
-    Mixed,
-    UnitAxis,
-    UnitData,
-    WholeBatch,
-    follow,
-    is_followed,
-    plain_name,
-    written_axis,
-)
+from sparsedp.capture.units import Info, Mixed, UnitAxis, UnitData, WholeBatch
 from sparsedp.capture.uses import ParameterUses, RowNorms, Use
 from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.noise import RandomKey
 
-# Operations that normalise over the batch, and the argument that says whether they do.
-_BATCH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
 # Forward passes over one batch that a backward pass may come by at once, and that are looked at then.
 _PASSES = 64
-# Those that have the name of a function in torch.nn.functional, and their arguments in another order.
-_OTHER_ORDER = {torch.embedding, torch.embedding_bag}
-# Operations that take from a batch tensor only its shape, type or device.
-_SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to", "is_same_size"}
 
 
 class HasUnits(Protocol):
@@ -281,9 +270,6 @@ class Capture:
         public: PublicInputs | None = None,
         generator: CipherGenerator | None = None,
     ) -> None:
-        from sparsedp.capture.rules import public_ids, run_use  # which are written with this class
-
-        self._run_use, self._public_ids = run_use, public_ids
         self._module = module
         self._own = {
             id(parameter): Expression(parameter, ((name, parameter),)) for name, parameter in parameters.items()
@@ -898,12 +884,15 @@ class Capture:
         target = _written(name, args, kwargs)
         if target is not None:
             return self._write(name, func, args, kwargs, target, data, expressions, shared)
-        if expressions and data and name in _SHAPE_ONLY:
+        if expressions and data and name in SHAPE_ONLY:
             # Only the first operand's values count.
             expressions, data = ([], data) if self.is_data(args[0]) else (expressions, [])
         if not expressions:
-            if data and name in _BATCH_STATISTICS:
-                self._refuse_batch_statistics(name, args, kwargs)
+            if data and takes_batch_statistics(name, args, kwargs):
+                raise UnsupportedError(
+                    f"Operation '{name}'{self._where()} uses or stores statistics of the batch, which mix its units. "
+                    "Use GroupNorm or LayerNorm, or put the layer in eval()."
+                )
             if data and func in _TAKING_OUT:
                 self._taken_out = name
             if data and name in _HANDING_OUT_MEMORY:
@@ -916,7 +905,7 @@ class Capture:
                     if self._info.get(tensor) is None and id(tensor) not in self._own:
                         self._info[tensor] = _DRAWN if drawn else _CONSTANT
             else:
-                self._mark(name if func not in _OTHER_ORDER else f"torch.{name}", data, args, kwargs, out)
+                self._mark(name if func not in OTHER_ORDER else f"torch.{name}", data, args, kwargs, out)
             if data and kwargs.get("out") is not None:  # several of them
                 for tensor in _all_tensors(kwargs["out"]):
                     self._lose_aliases(tensor)
@@ -937,7 +926,7 @@ class Capture:
                 name, expressions[0].names, "which rows it takes depends on the whole batch", "take a fixed part"
             )
         self._use, before = (name, expressions), self._records
-        out = self._run_use(self, name, func, args, kwargs, expressions)
+        out = run_use(self, name, func, args, kwargs, expressions)
         if self._records == before:
             raise self.refuse(
                 name, ", ".join(e.names for e in expressions), "its rule keeps no use of the parameter", "report it"
@@ -1064,7 +1053,7 @@ class Capture:
 
     def _writes_constants(self, name: str, target: Tensor, data: list[Tensor]) -> bool:
         alone = all(tensor is target for tensor in data)
-        return alone and (name == "setitem" or plain_name(name) in SAME_SHAPE_IN_PLACE)
+        return alone and (name == "setitem" or plain_name(name) in VALUES_IN_PLACE)
 
     def _lose_aliases(self, target: Tensor) -> None:
         """After units were written where they were not: in other tensors with the same memory, their place is not known."""
@@ -1114,7 +1103,7 @@ class Capture:
         self, name: str, args: tuple, kwargs: dict, target: Tensor, before: Any, data: list[Tensor]
     ) -> Info:
         written = [tensor for tensor in data if tensor is not target]
-        if name != "setitem" and plain_name(name) not in SAME_SHAPE_IN_PLACE:
+        if name != "setitem" and plain_name(name) not in VALUES_IN_PLACE:
             return UnitData(None)  # resize_, set_ and the like
         if isinstance(before, UnitData) and not written and (name == "setitem" or plain_name(name) in POINTWISE):
             return before  # a constant was written
@@ -1143,19 +1132,6 @@ class Capture:
                 raise
             return UnitData(None)  # evaluation may mix units; training refuses what comes of it
 
-    def _refuse_batch_statistics(self, name: str, args: tuple, kwargs: dict) -> None:
-        """Normalisation over the batch, or with running statistics, also where its own weights are frozen."""
-        position = 5  # of `training` or `use_input_stats`
-        uses_batch = kwargs.get(
-            _BATCH_STATISTICS[name], args[position] if len(args) > position else name != "batch_norm"
-        )
-        stored = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
-        if uses_batch and (name == "batch_norm" or stored is not None):
-            raise UnsupportedError(
-                f"Operation '{name}'{self._where()} uses or stores statistics of the batch, which mix its units. "
-                "Use GroupNorm or LayerNorm, or put the layer in eval()."
-            )
-
     def _derive(
         self,
         name: str,
@@ -1169,7 +1145,7 @@ class Capture:
         out = func(*args, **kwargs)
         ids = None
         if len(expressions) == 1 and expressions[0].tensor is expressions[0].parameters[0][1]:
-            ids = self._public_ids(name, args, kwargs)
+            ids = public_ids(func, args, kwargs)
         if shared and (ids is not None or name in ("embedding", "getitem", "index_select")):
             raise self.refuse(
                 name, expressions[0].names, "its ids come from an input that does not have the units on axis 0",
@@ -1191,9 +1167,9 @@ class Capture:
             data = [tensor for tensor in data if tensor is not args[0]]
             if not data:
                 return
-        if name in _SHAPE_ONLY and not self.is_data(args[0]) and self._info.get(args[0]) is not _SHARED:
+        if name in SHAPE_ONLY and not self.is_data(args[0]) and self._info.get(args[0]) is not _SHARED:
             return  # a constant in the shape of an activation
-        if name in _SHAPE_ONLY:
+        if name in SHAPE_ONLY:
             data = [args[0]] if self.is_data(args[0]) else []
         if not data:
             for tensor in outputs:  # made of shared inputs and constants alone

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 
-from sparsedp.capture.tracking import Mixed, UnitAxis, UnitData
+from sparsedp.capture.units import Mixed, UnitAxis, UnitData
 from sparsedp.errors import UnitsMixedError, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.noise import RandomKey

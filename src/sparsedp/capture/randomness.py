@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sparsedp import chacha
-from sparsedp.capture.tracking import UnitAxis
+from sparsedp.capture.units import UnitAxis
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.noise import CHUNK, RandomKey
 from sparsedp.threads import on_all_cores

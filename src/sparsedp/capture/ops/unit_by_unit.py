@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsedp.capture.capture import Capture
 from sparsedp.capture.expressions import Expression
-from sparsedp.capture.rules.elementwise import tap
-from sparsedp.capture.tracking import UnitAxis
+from sparsedp.capture.ops.elementwise import tap
+from sparsedp.capture.ops.protocol import CaptureForRules
+from sparsedp.capture.units import UnitAxis
 
 
 def unit_by_unit(
-    capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression]
+    capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression]
 ) -> Tensor:
     """An operation without a rule, on small parameters: each unit gets its own copy, and `vmap` keeps units apart."""
     names = ", ".join(e.names for e in expressions)

@@ -7,11 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparsedp.capture.capture import Capture
 from sparsedp.capture.expressions import Placed
-from sparsedp.capture.rules.registry import bind, rule
+from sparsedp.capture.ops.helpers import bind
+from sparsedp.capture.ops.protocol import CaptureForRules
+from sparsedp.capture.ops.registry import Call, axis_rule, use_rule
 from sparsedp.capture.softmax import Passed, Softmax, SoftmaxLoss, checked_targets
-from sparsedp.capture.tracking import UnitAxis
+from sparsedp.capture.units import Mixed, UnitAxis
+
+
+@axis_rule("table_softmax_loss", joint=True)
+def _table_softmax_loss_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    fits = axis == UnitAxis(0) and source.shape[0] == call.units and source is not call.argument(1, "weight")
+    return axis if fits else Mixed(call.name)  # rows of the batch as a table: in-batch negatives
 
 
 def _mark(weight: Tensor) -> float:
@@ -22,8 +29,8 @@ def _mark(weight: Tensor) -> float:
     return float(torch.dot(rows, torch.mv(weight, columns.to(weight.dtype)).double()))
 
 
-@rule("table_softmax_loss")
-def _table_softmax_loss(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+@use_rule("table_softmax_loss")
+def _table_softmax_loss(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     bound = bind(("hidden", "weight", "target", "ignore"), args, kwargs)
     hidden, target = bound["hidden"], bound["target"]
     table = capture.expression(bound["weight"])
