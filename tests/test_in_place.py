@@ -494,17 +494,17 @@ def test_no_memory_is_left_behind() -> None:
         graphs.append(weakref.ref(out := module(batch)))
         return out
 
-    capture = optimizer._capture
+    tape = optimizer._capture._tape
     for _ in range(200):
         run()
-    assert len(capture._awaited) <= 64
+    assert len(tape.awaited) <= 64
     run().square().mean().backward()
     optimizer.step()
-    assert not capture._awaited
-    assert not capture._expected
+    assert not tape.awaited
+    assert not tape.expected
     for _ in range(200):  # evaluation, with gradients on
         run()
-    assert not capture._awaited
+    assert not tape.awaited
     assert not any(graph() is not None for graph in graphs)
 
 

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 
+from sparsedp.capture.names import written_tensors
+from sparsedp.capture.tensors import memory_of
 from sparsedp.capture.units import Mixed, UnitAxis, UnitData
 from sparsedp.errors import UnitsMixedError, UnsupportedError
 from sparsedp.generator import CipherGenerator
@@ -358,7 +360,7 @@ class _Backward(TorchFunctionMode):
         super().__init__()
         self._functions, self._function, self._capture = functions, function, functions.capture
         # The memory of what it was given, or has made.
-        self._made = {self._capture.memory(grad) for grad in grads if grad is not None}
+        self._made = {memory_of(grad) for grad in grads if grad is not None}
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -375,8 +377,8 @@ class _Backward(TorchFunctionMode):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise self._refuse("uses torch.vmap or another transform of torch.func, which hides what it does")
         with torch._C.DisableTorchFunction():
-            for tensor in self._capture.targets(func, args, kwargs):
-                if self._capture.memory(tensor) not in self._made:
+            for tensor in written_tensors(func, args, kwargs):
+                if memory_of(tensor) not in self._made:
                     owner = self._capture.whose_memory(tensor)
                     what = "a tensor that it did not make" if owner is None else f"'{owner}'"
                     raise self._refuse(f"writes to {what}, where gradients would stay without noise")
@@ -390,8 +392,8 @@ class _Backward(TorchFunctionMode):
     def _after(self, name: str, given: list[Tensor], out: Any) -> None:
         """Of the values of a batch, tensors may be made, which are followed, but no numbers."""
         if _are_tensors(out):
-            before = {self._capture.memory(tensor) for tensor in given}
-            self._made |= {self._capture.memory(tensor) for tensor in tensors_in(out)} - before
+            before = {memory_of(tensor) for tensor in given}
+            self._made |= {memory_of(tensor) for tensor in tensors_in(out)} - before
             return
         hidden = [tensor for tensor in given if self._capture.is_data(tensor)]
         if name in _ABOUT_SHAPES:  # which data decide where a mask picked from them

@@ -117,13 +117,11 @@ def _batch_norm(capture: CaptureForRules, name: str, func: Callable, args: tuple
 
 
 # Operations that normalise over the batch, and the argument that says whether they do, which comes sixth.
-_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
+BATCH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
 
 
 def takes_batch_statistics(name: str, args: tuple, kwargs: dict) -> bool:
-    """Whether an operation normalises over the batch or stores statistics of it, also where its own weights are frozen."""
-    if name not in _STATISTICS:
-        return False
-    uses_batch = kwargs.get(_STATISTICS[name], args[5] if len(args) > 5 else name != "batch_norm")
+    """Whether one of these operations normalises over the batch, or stores statistics of it."""
+    uses_batch = kwargs.get(BATCH_STATISTICS[name], args[5] if len(args) > 5 else name != "batch_norm")
     stored = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
     return bool(uses_batch and (name == "batch_norm" or stored is not None))
