@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 import sparsedp
 from sparsedp import SparseDPError, UnitsMixedError, UnsupportedError, chacha
 from sparsedp.capture import Capture, Draws, RepeatedDraws, Replaced
+from sparsedp.capture.global_generators import GlobalGenerators
 from sparsedp.capture.names import operation_name
-from sparsedp.capture.randomness import GlobalGenerators, may_draw
+from sparsedp.capture.randomness import may_draw
 from sparsedp.capture.units import UnitAxis
 from sparsedp.noise import RandomKey
 from support import Apply, batch_of, clicks, dense, loader_of, make_private, train, unit_loss

@@ -25,6 +25,7 @@ from sparsedp.capture.captured import Captured
 from sparsedp.capture.expressions import Expression, Placed
 from sparsedp.capture.forward_pass import ForwardPass, HasUnits, UnannouncedBatch
 from sparsedp.capture.functions import Functions
+from sparsedp.capture.global_generators import GlobalGenerators, refuse_moved
 from sparsedp.capture.history import HiddenHistory
 from sparsedp.capture.hooks import (
     LISTENING,
@@ -52,16 +53,7 @@ from sparsedp.capture.ops import run_use
 from sparsedp.capture.ops.normalisation import BATCH_STATISTICS, takes_batch_statistics
 from sparsedp.capture.ops.registry import AXIS_RULES, plain_name
 from sparsedp.capture.ops.shape import SHAPE_ONLY
-from sparsedp.capture.randomness import (
-    COUNTING,
-    TRAINING,
-    WITHOUT_GRADIENT,
-    Draws,
-    GlobalGenerators,
-    draws_nothing,
-    may_draw,
-    refuse_moved,
-)
+from sparsedp.capture.randomness import COUNTING, TRAINING, WITHOUT_GRADIENT, Draws, draws_nothing, may_draw
 from sparsedp.capture.results import Results
 from sparsedp.capture.scripted import ScriptedFunctions
 from sparsedp.capture.tape import Tape

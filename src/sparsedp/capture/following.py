@@ -64,11 +64,11 @@ def follow(
             f"Operation '{name}'{where()} compares predictions and targets whose units are in different places. Give both the "
             "same order."
         )
-    found = {rule(call, tensor, axis) for tensor, axis in placed}
-    lost = None in found
-    combinations = sorted((axis for axis in found if isinstance(axis, Mixed)), key=_is_linear)
+    outcomes = {rule(call, tensor, axis) for tensor, axis in placed}
+    lost = None in outcomes
+    combinations = sorted((axis for axis in outcomes if isinstance(axis, Mixed)), key=_is_linear)
     combined = combinations[0] if combinations else None  # one that is not linear, if there is any
-    axes = {axis for axis in found if isinstance(axis, UnitAxis) and axis.fits(out.shape, units)}
+    axes = {axis for axis in outcomes if isinstance(axis, UnitAxis) and axis.fits(out.shape, units)}
     if combined is not None:
         if out.requires_grad and combined.operation not in _LINEAR_REDUCTIONS and units > 1:
             raise UnitsMixedError(
@@ -87,7 +87,7 @@ def follow(
 
 
 def _follow_alone(call: Call, tensor: Tensor, info: Info) -> UnitData | None:
-    """What `follow` finds for the only operand, where that is soon said: units in a known place that do not mix."""
+    """The common case of `follow`: one operand, whose units are in a known place and do not mix. None in any other case."""
     rule = AXIS_RULES.get(call.name)
     if rule is None or not isinstance(info, UnitData) or info.axis is None:
         return None

@@ -83,8 +83,8 @@ def _elementwise(capture: CaptureForRules, name: str, func: Callable, args: tupl
         raise capture.refuse(name, names, "units lie on different axes of its inputs", "align them first")
 
     def tapped(value: Any) -> Any:
-        found = capture.expression(value)
-        return value if found is None else tap(capture, name, found, axis, ndim, size)
+        expression = capture.expression(value)
+        return value if expression is None else tap(capture, name, expression, axis, ndim, size)
 
     out = func(*[tapped(value) for value in args], **{key: tapped(value) for key, value in kwargs.items()})
     return capture.place(out, axis)

@@ -139,12 +139,12 @@ def written_axis(target: Tensor, index: Any, value_axis: UnitAxis, value: Tensor
     part = target[index]
     wanted = value_axis.shifted(part.ndim - value.ndim)
     call = Call("getitem", (target, index), {}, part, units)
-    found = [
+    candidates = [
         UnitAxis(dim)
         for dim, size in enumerate(target.shape)
         if size == units and _getitem_axis(call, target, UnitAxis(dim)) == wanted
     ]
-    return found[0] if len(found) == 1 else None
+    return candidates[0] if len(candidates) == 1 else None
 
 
 @reads_rows(Tensor.__getitem__)

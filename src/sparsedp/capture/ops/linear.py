@@ -100,23 +100,23 @@ def _matmul(capture: CaptureForRules, name: str, func: Callable, args: tuple, kw
         return recorded
     if left.ndim != 2 or right.ndim < 2:
         raise NotThisForm
-    found = capture.expression(left)
-    if found is None:
+    left_matrix = capture.expression(left)
+    if left_matrix is None:
         raise NotThisForm
-    axis = capture.axis(right, name, found.names)
+    axis = capture.axis(right, name, left_matrix.names)
     behind = {right.ndim - 1: right.ndim - 2, right.ndim - 2: right.ndim - 1}.get(axis.dim, axis.dim)
-    out = torch.matmul(found.tensor.detach(), right)  # W @ x is (x^T W^T)^T
+    out = torch.matmul(left_matrix.tensor.detach(), right)  # W @ x is (x^T W^T)^T
     return _record_linear(
-        capture, name, found, None, right.mT, out, UnitAxis(behind, axis.inner), lambda grad: grad.mT, axis
+        capture, name, left_matrix, None, right.mT, out, UnitAxis(behind, axis.inner), lambda grad: grad.mT, axis
     )
 
 
 def _view_of(capture: CaptureForRules, tensor: Tensor, view: Callable[[Tensor], Tensor]) -> Expression:
     """A parameter seen through a view that stays part of its history."""
-    known = capture.expression(tensor)
-    if known is None:
+    expression = capture.expression(tensor)
+    if expression is None:
         raise NotThisForm
-    return Expression(view(tensor), known.parameters, known.ids)
+    return Expression(view(tensor), expression.parameters, expression.ids)
 
 
 def _transposed(tensor: Tensor) -> Tensor:
@@ -177,13 +177,15 @@ def _einsum(capture: CaptureForRules, name: str, func: Callable, args: tuple, kw
         view = weight.permute([matrix.index(c) for c in (*free, *summed)])
         sizes = view.shape[: len(free)]
         view = view.reshape(sizes.numel(), -1)
-    found = capture.expression(view)
-    if found is None:
+    matrix_view = capture.expression(view)
+    if matrix_view is None:
         raise NotThisForm
-    axis = capture.axis(x, name, found.names)
+    axis = capture.axis(x, name, matrix_view.names)
     unit = data[axis.dim]
     if unit in summed:
-        raise capture.refuse(name, found.names, "it sums over the units of the batch", "keep their index in the result")
+        raise capture.refuse(
+            name, matrix_view.names, "it sums over the units of the batch", "keep their index in the result"
+        )
     inner = x.detach().permute([data.index(c) for c in (*kept, *summed)]).flatten(len(kept)) if summed else x[..., None]
     out = func(equation, *[plain(capture, operand) for operand in given])
 
@@ -192,4 +194,4 @@ def _einsum(capture: CaptureForRules, name: str, func: Callable, args: tuple, kw
         return grad.flatten(len(kept)) if free else grad[..., None]
 
     inner_axis, out_axis = UnitAxis(kept.index(unit), axis.inner), UnitAxis(output.index(unit), axis.inner)
-    return _record_linear(capture, name, found, None, inner, out, inner_axis, arranged, out_axis)
+    return _record_linear(capture, name, matrix_view, None, inner, out, inner_axis, arranged, out_axis)

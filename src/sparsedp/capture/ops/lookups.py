@@ -67,11 +67,11 @@ def table_of(capture: CaptureForRules, name: str, weight: Any) -> tuple[Expressi
     table = capture.expression(weight)
     if table is None:
         raise NotThisForm
-    own = table.parameters[0][1]
-    if table.tensor is own and own.ndim == 2 and own.is_contiguous():
+    parameter = table.parameters[0][1]
+    if table.tensor is parameter and parameter.ndim == 2 and parameter.is_contiguous():
         return table, 0
     width = table.tensor.shape[-1] if table.tensor.ndim == 2 else 0
-    if not table.is_view or not table.tensor.is_contiguous() or own.ndim != 2 or own.shape[1] != width:
+    if not table.is_view or not table.tensor.is_contiguous() or parameter.ndim != 2 or parameter.shape[1] != width:
         raise NotThisForm
     return table, table.offset // width if width else 0
 

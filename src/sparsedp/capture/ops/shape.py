@@ -153,8 +153,10 @@ def _join(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwar
         raise capture.refuse(name, names, "it joins along the units' axis", "expand the parameter over the batch first")
     pieces = []
     for tensor in tensors:
-        found = capture.expression(tensor)
-        pieces.append(tensor if found is None else tap(capture, name, found, axis, tensor.ndim, capture.units))
+        expression = capture.expression(tensor)
+        pieces.append(
+            tensor if expression is None else tap(capture, name, expression, axis, tensor.ndim, capture.units)
+        )
     out = func(pieces, dim)
     before = name == "stack" and dim % out.ndim <= axis.dim
     return capture.place(out, axis.shifted(1 if before else 0))

@@ -36,15 +36,15 @@ def _table_softmax_loss(capture: CaptureForRules, name: str, func: Callable, arg
     table = capture.expression(bound["weight"])
     instead = "pass hidden (batch, length, dim) and target (batch, length), both computed from the batch"
     if table is None or not capture.is_data(hidden) or not capture.is_data(target):
-        found = next(e for e in map(capture.expression, (bound["weight"], hidden)) if e is not None)
-        raise capture.refuse(name, found.names, "its hidden states or targets do not come from the batch", instead)
+        expression = next(e for e in map(capture.expression, (bound["weight"], hidden)) if e is not None)
+        raise capture.refuse(name, expression.names, "its hidden states or targets do not come from the batch", instead)
     for what in (hidden, target):
         if capture.axis(what, name, table.names) != UnitAxis(0) or what.shape[0] != capture.units:
             raise capture.refuse(name, table.names, "units are not on axis 0 of its inputs", instead)
-    own = table.parameters[0][1]
+    parameter = table.parameters[0][1]
     weight = table.tensor.detach()
     if (
-        not table.is_view or not weight.is_contiguous() or own.ndim != 2 or own.shape[1] != weight.shape[1]
+        not table.is_view or not weight.is_contiguous() or parameter.ndim != 2 or parameter.shape[1] != weight.shape[1]
         or table.offset % weight.shape[1]
     ):  # fmt: skip
         raise capture.refuse(

@@ -32,9 +32,9 @@ def unit_by_unit(
 
     def prepare(value: Any) -> Any:
         """Replaces a batch tensor or parameter by its place in `moved`."""
-        found = capture.expression(value)
-        if found is not None:
-            moved.append(tap(capture, name, found, UnitAxis(0), found.tensor.ndim + 1, units))
+        expression = capture.expression(value)
+        if expression is not None:
+            moved.append(tap(capture, name, expression, UnitAxis(0), expression.tensor.ndim + 1, units))
         elif capture.is_data(value):
             axis = capture.axis(value, name, names)
             if axis != UnitAxis(0) or value.shape[0] != units:
