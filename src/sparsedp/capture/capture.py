@@ -190,7 +190,7 @@ class Capture:
         if batch is not self._pass.batch and not isinstance(batch, UnannouncedBatch):
             self._marks.part_with_earlier_batches(inputs)
         self._pass.be_over(batch)
-        self._tape.foreign = any(tensor.requires_grad and tensor.is_leaf for tensor in inputs)
+        self._tape.has_foreign_leaf = any(tensor.requires_grad and tensor.is_leaf for tensor in inputs)
         self._marks.mark(self._module, name, args, kwargs, inputs)
 
     def _begin_draws(self) -> None:
@@ -268,7 +268,7 @@ class Capture:
         return self._tape.collect()
 
     @property
-    def has_collected(self) -> bool:
+    def has_uncollected(self) -> bool:
         """Whether a backward pass left gradients that nobody collected."""
         return self._tape.has_gradients
 
@@ -330,7 +330,7 @@ class Capture:
         """What is known of an operand that asks for its gradient; None if it is somebody else's, and not private."""
         expression = self.expression(tensor)
         if expression is None and tensor.is_leaf:
-            self._tape.foreign = True
+            self._tape.has_foreign_leaf = True
         elif expression is None:
             raise UnsupportedError(
                 f"Operation '{operation}'{self.where()}: an operand carries a gradient, but capture did not see where it "

@@ -91,7 +91,7 @@ class Tape:
         self._passes = 0  # how many forward passes there were that a backward pass may follow
         self._collected: HasUnits | None = None  # the last batch whose uses were collected
         self._backward_pass = -1  # torch's number of the last one
-        self.foreign = False  # whether a tensor that is not private asks for its gradient in this forward pass
+        self.has_foreign_leaf = False  # whether a tensor that is not private asks for its gradient in this forward pass
         self._anchor = torch.zeros((), requires_grad=True)
         # The node that only a backward pass over the whole graph runs, not torch.autograd.grad for some inputs.
         with torch.enable_grad():
@@ -129,7 +129,7 @@ class Tape:
                 base.numel() == out.numel() and base.is_contiguous() and out.is_contiguous() and base.dtype == out.dtype
             )
             whole = base
-        if out.requires_grad and fits and not self.foreign:
+        if out.requires_grad and fits and not self.has_foreign_leaf:
             node: Any = whole.grad_fn
             node.register_prehook(self._receiver(record, whole.output_nr, None if whole is out else out.shape))
         else:

@@ -32,13 +32,12 @@ def _placed(capture: CaptureForRules, name: str, source: Tensor, out: Tensor, tr
 
 @axis_rule("layer_norm", "rms_norm")
 def _trailing_norm(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
-    shape = call.argument(1, "normalized_shape")
-    count = len(shape) if isinstance(shape, (tuple, list, torch.Size)) else 1
-    return axis if axis.dim < source.ndim - count else Mixed(call.name)
+    trailing = _trailing(call.argument(1, "normalized_shape"))
+    return axis if axis.dim < source.ndim - trailing else Mixed(call.name)
 
 
-def _trailing(bound: dict[str, Any]) -> int:
-    shape = bound["normalized_shape"]
+def _trailing(shape: Any) -> int:
+    """How many dimensions a `normalized_shape` stands for, the last ones."""
     return len(shape) if isinstance(shape, (tuple, list, torch.Size)) else 1
 
 
@@ -47,7 +46,10 @@ def _layer_norm(capture: CaptureForRules, name: str, func: Callable, args: tuple
     bound = bind(("input", "normalized_shape", "weight", "bias", "eps"), args, kwargs)
     weight, bias = bound.pop("weight", None), bound.pop("bias", None)
     return _scale_and_shift(
-        capture, _placed(capture, name, bound["input"], F.layer_norm(**bound), _trailing(bound)), weight, bias
+        capture,
+        _placed(capture, name, bound["input"], F.layer_norm(**bound), _trailing(bound["normalized_shape"])),
+        weight,
+        bias,
     )
 
 
@@ -56,7 +58,10 @@ def _rms_norm(capture: CaptureForRules, name: str, func: Callable, args: tuple, 
     bound = bind(("input", "normalized_shape", "weight", "eps"), args, kwargs)
     weight = bound.pop("weight", None)
     return _scale_and_shift(
-        capture, _placed(capture, name, bound["input"], F.rms_norm(**bound), _trailing(bound)), weight, None
+        capture,
+        _placed(capture, name, bound["input"], F.rms_norm(**bound), _trailing(bound["normalized_shape"])),
+        weight,
+        None,
     )
 
 

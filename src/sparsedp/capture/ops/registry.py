@@ -75,11 +75,6 @@ def axis_rule(*names: str, joint: bool = False, in_place: bool = False) -> Calla
     return register
 
 
-def is_followed(name: str) -> bool:
-    """Whether there is an axis rule for an operation."""
-    return plain_name(name) in AXIS_RULES
-
-
 @functools.lru_cache(maxsize=1024)
 def plain_name(name: str) -> str:
     """The name without the underscore of in-place operations."""
