@@ -20,7 +20,7 @@ from sparsedp.cli.config.schema import SchemaError, build
 from sparsedp.cli.config.sections import PrivacyConfig
 from sparsedp.cli.main import main
 from sparsedp.clipping import Clipping
-from sparsedp.errors import UnsupportedError
+from sparsedp.errors import UnitsMixedError, UnsupportedError
 from support import Apply, assert_exact, capture_uses, clicks, dense, loader_of, train
 from support import Clicks as ClickModel
 
@@ -69,6 +69,20 @@ def test_the_operation_in_a_form_without_a_rule_is_refused() -> None:
     module = Apply(lambda m, x: operation(m.w, x, 2.0).T, w=nn.Parameter(torch.randn(70_000, 2)))
     with pytest.raises(UnsupportedError, match="scaled_linear"):
         assert_exact(module, torch.randn(4, 2))
+
+
+def test_units_are_followed_through_the_operation() -> None:
+    """Behind it, with constant weights, units are where they were: parameters may meet them."""
+    operation = PAGE["scaled_linear"]
+    module = Apply(lambda m, x: operation(x, x.new_ones(3, 8), 0.3).mT @ m.w, w=nn.Parameter(torch.randn(5, 2)))
+    assert_exact(module, torch.randn(6, 5, 8))
+
+
+def test_the_operation_may_not_sum_over_units() -> None:
+    operation = PAGE["scaled_linear"]
+    module = Apply(lambda m, x: operation((x @ m.w).T, x.new_ones(3, len(x)), 0.3), w=nn.Parameter(torch.randn(8, 2)))
+    with pytest.raises(UnitsMixedError, match="scaled_linear"):
+        assert_exact(module, torch.randn(6, 8))
 
 
 # ---------------------------------------------------------------------- the mechanism

@@ -97,7 +97,7 @@ def test_sensitivity(left_out: int) -> None:
         module = Tied()
         capture = Capture(module, dict(module.named_parameters()))
         capture.attach()
-        seen = [capture.glance(lambda: module(rows))]
+        seen = [capture.capture_forward_only(lambda: module(rows))]
         space = RowSpace.of(dict(module.named_parameters()))
         return torch.cat(list(count_lookups(iter(seen), space, 0.9).values()))
 

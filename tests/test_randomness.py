@@ -56,7 +56,7 @@ ALLOWED: list[tuple[str, set[str], str]] = [
     ("models/", {"normal_", "uniform_", "xavier_uniform_"}, "initial weights"),
     ("nn/recurrent.py", {"uniform_"}, "initial weights"),
     ("nn/candidates.py", {"Generator", "rand"}, "a generator that the user gives, for tests"),
-    ("capture/randomness.py", {"np.random", "random"}, "looks whether a forward pass used the global ones"),
+    ("capture/global_generators.py", {"np.random", "random"}, "looks whether a forward pass used the global ones"),
     ("sampling/workers.py", {"Generator", "np.random", "random"}, "what data sets draw, under states from the cipher"),
 ]
 

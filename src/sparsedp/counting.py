@@ -114,7 +114,7 @@ def glances(
         for batch, info in zip(batches, infos):
             args, kwargs = _arguments(batch, inputs)
             info = replace(info, unit_axes=loader.layout.unit_axes_of(batch))
-            yield capture.glance(lambda args=args, kwargs=kwargs: module(*args, **kwargs), info)  # type: ignore[misc]
+            yield capture.capture_forward_only(lambda args=args, kwargs=kwargs: module(*args, **kwargs), info)  # type: ignore[misc]
             advance(1)
 
 

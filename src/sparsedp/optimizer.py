@@ -146,7 +146,7 @@ class PrivateOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets what backward collected since the last step. Finished micro-batches stay."""
-        if self._capture.has_collected:
+        if self._capture.has_uncollected:
             self._dropped += 1
             if self._dropped == _DROPPED:
                 warnings.warn(

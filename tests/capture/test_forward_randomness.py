@@ -22,9 +22,10 @@ from torch.overrides import TorchFunctionMode
 import sparsedp
 from sparsedp import SparseDPError, UnitsMixedError, UnsupportedError, chacha
 from sparsedp.capture import Capture, Draws, RepeatedDraws, Replaced
-from sparsedp.capture.capture import _name
-from sparsedp.capture.randomness import GlobalGenerators, may_draw
-from sparsedp.capture.tracking import UnitAxis
+from sparsedp.capture.global_generators import GlobalGenerators
+from sparsedp.capture.names import operation_name
+from sparsedp.capture.randomness import may_draw
+from sparsedp.capture.units import UnitAxis
 from sparsedp.noise import RandomKey
 from support import Apply, batch_of, clicks, dense, loader_of, make_private, train, unit_loss
 
@@ -184,7 +185,7 @@ class _Watch(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         finally:
             if not torch.equal(before, torch.get_rng_state()):
-                self.moved.add(_name(func))
+                self.moved.add(operation_name(func))
 
 
 @pytest.mark.slow
@@ -789,6 +790,6 @@ def test_passes_that_count_rows_draw_from_the_key() -> None:
     capture = Capture(module, dict(module.named_parameters()), draws=draws())
     capture.attach()
     before = torch.get_rng_state()
-    capture.glance(lambda: module(*clicks(6)[:2]))
+    capture.capture_forward_only(lambda: module(*clicks(6)[:2]))
     assert torch.equal(torch.get_rng_state(), before)
     capture.detach()

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import sparsedp
 from sparsedp.capture import Capture
-from sparsedp.capture.rules.registry import RULES
+from sparsedp.capture.ops.registry import USE_RULES
 from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
 from support import (
     Apply,
@@ -345,14 +345,14 @@ def test_every_rule_is_among_the_operations(monkeypatch: pytest.MonkeyPatch) -> 
     run_rule = Capture._run_rule
 
     def noted(self: Capture, name: str, *rest: Any) -> Any:
-        used.add(RULES.get(name))
+        used.add(USE_RULES.get(name))
         return run_rule(self, name, *rest)
 
     monkeypatch.setattr(Capture, "_run_rule", noted)
     for name, dims in CASES:
         assert_exact(module_of(name, dims, False, lambda out: out), input_of(dims))
-    refused = {RULES["lstm"]}  # by name
-    rules = {rule for rule in RULES.values() if rule.__module__.startswith("sparsedp.")}  # not those of other tests
+    refused = {USE_RULES["lstm"]}  # by name
+    rules = {rule for rule in USE_RULES.values() if rule.__module__.startswith("sparsedp.")}  # not those of other tests
     assert rules - refused - used == set()
     assert None in used  # unit by unit
 
@@ -494,17 +494,17 @@ def test_no_memory_is_left_behind() -> None:
         graphs.append(weakref.ref(out := module(batch)))
         return out
 
-    capture = optimizer._capture
+    tape = optimizer._capture._tape
     for _ in range(200):
         run()
-    assert len(capture._awaited) <= 64
+    assert len(tape.awaited) <= 64
     run().square().mean().backward()
     optimizer.step()
-    assert not capture._awaited
-    assert not capture._expected
+    assert not tape.awaited
+    assert not tape.expected
     for _ in range(200):  # evaluation, with gradients on
         run()
-    assert not capture._awaited
+    assert not tape.awaited
     assert not any(graph() is not None for graph in graphs)
 
 
@@ -603,7 +603,7 @@ def test_a_use_whose_gradient_does_not_arrive_is_an_error(monkeypatch: pytest.Mo
 
 
 def test_a_rule_that_keeps_no_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RULES, "linear", lambda capture, name, func, args, kwargs: args[0].detach())
+    monkeypatch.setitem(USE_RULES, "linear", lambda capture, name, func, args, kwargs: args[0].detach())
     with pytest.raises(UnsupportedError, match="keeps no use"):
         capture_uses(Apply(lambda m, x: m.a(x), a=nn.Linear(D, D)), [torch.randn(B, D)])
 

@@ -1,8 +1,12 @@
 """Uses of parameters during forward, and the per-unit norms and sums that follow from them."""
 
-from sparsedp.capture.capture import Capture, Captured, is_own_hook, named_tensors
+from sparsedp.capture.capture import Capture
+from sparsedp.capture.captured import Captured
+from sparsedp.capture.hooks import is_own_hook
 from sparsedp.capture.inputs import PublicInputs
-from sparsedp.capture.randomness import Draws, RepeatedDraws, Replaced
+from sparsedp.capture.laws import Replaced
+from sparsedp.capture.module_state import named_tensors
+from sparsedp.capture.randomness import Draws, RepeatedDraws
 from sparsedp.capture.rows import RowSpace, TouchedRows
 from sparsedp.capture.uses import ParameterUses, RowNorms, RowSparse
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,20 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 
-from sparsedp.capture.tracking import Mixed, UnitAxis, UnitData
+from sparsedp.capture.names import written_tensors
+from sparsedp.capture.tensors import memory_of
+from sparsedp.capture.trials import (
+    Outcome,
+    Trial,
+    copied,
+    exchanged,
+    joined,
+    tensors_in,
+    unchanged,
+    unchanged_units,
+    with_tensors,
+)
+from sparsedp.capture.units import Mixed, UnitAxis, UnitData
 from sparsedp.errors import UnitsMixedError, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.noise import RandomKey
@@ -96,7 +109,7 @@ class Functions:
         if axes is not None and copies is not None:
             output_axes = [self.capture.known_axis(tensor) for tensor in outputs]
             given = with_tensors(args, iter(copies))
-            trial = _Trial(run, given, copies, axes, output_axes, self.capture.units, is_first)
+            trial = Trial(run, given, copies, axes, output_axes, self.capture.units, is_first)
             with torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
                 self._try(function, trial, outputs)
             use.trial = trial
@@ -104,8 +117,8 @@ class Functions:
 
     def _followed_form(self, function: Any) -> type:
         """The function with a context that tells when it goes back. torch calls `apply` of the context then."""
-        known = self._followed.get(function)
-        form = None if known is None else known()
+        reference = self._followed.get(function)
+        form = None if reference is None else reference()
         if form is None:
             functions = weakref.ref(self)  # nodes of the graph refer to it, and capture refers to them
 
@@ -209,12 +222,12 @@ class Functions:
         for axis, grad in zip(use.input_axes, results):
             if axis is None or not isinstance(grad, Tensor):
                 continue
-            found, info = self.capture.known_axis(grad), self.capture.info(grad)
+            grad_axis, info = self.capture.known_axis(grad), self.capture.info(grad)
             if info is None and not grad.any():
                 continue  # zeros that were made without looking at the batch
-            if isinstance(info, Mixed) or (found is not None and found != axis):
+            if isinstance(info, Mixed) or (grad_axis is not None and grad_axis != axis):
                 raise self._mixes(use.function, "backward")
-            if found is None:
+            if grad_axis is None:
                 raise self.refuse(
                     use.function, "its backward() does not keep units apart in a way that can be followed"
                 )
@@ -237,7 +250,7 @@ class Functions:
         halves = [(labels >> bit) & 1 == 1 for bit in range(bits)]
         return [kept for half in halves for kept in (half, ~half)]
 
-    def _try(self, function: type, trial: _Trial, outputs: list[Tensor]) -> None:
+    def _try(self, function: type, trial: Trial, outputs: list[Tensor]) -> None:
         """Raises if some units' outputs or input gradients change with the others'."""
         grads = [self._normal(tensor) if tensor.requires_grad else None for tensor in outputs]
         first, second = trial.run(trial.inputs, grads), trial.run(trial.inputs, grads)
@@ -246,7 +259,7 @@ class Functions:
         others = [None if grad is None else self._normal(grad) for grad in grads]
         self._exchange(function, trial, first, grads, others)
 
-    def _try_real(self, function: type, trial: _Trial, grads: list[Tensor | None], results: list[Any]) -> None:
+    def _try_real(self, function: type, trial: Trial, grads: list[Tensor | None], results: list[Any]) -> None:
         """The same with the gradients that arrived, of which `results` were made."""
         first = trial.run(trial.inputs, grads)
         again = iter(first.grads)
@@ -261,8 +274,8 @@ class Functions:
     def _exchange(
         self,
         function: type,
-        trial: _Trial,
-        first: _Outcome,
+        trial: Trial,
+        first: Outcome,
         grads: list[Tensor | None],
         others: list[Tensor | None],
     ) -> None:
@@ -276,7 +289,7 @@ class Functions:
             other_grads = [
                 None
                 if grad is None or other is None or axis is None
-                else _joined(grad, 3 * exchanged(other, axis, source), axis, kept)
+                else joined(grad, 3 * exchanged(other, axis, source), axis, kept)
                 for grad, other, axis in zip(grads, others, trial.output_axes)
             ]
             other = trial.run(inputs, other_grads)
@@ -326,7 +339,7 @@ class _Use:
     surroundings: Surroundings
     input_axes: list[UnitAxis | None]  # of each argument
     outputs: list[_Output] = field(default_factory=list)
-    trial: _Trial | None = None  # which is due once more, with the gradients that arrive
+    trial: Trial | None = None  # which is due once more, with the gradients that arrive
 
 
 class _Context:
@@ -358,7 +371,7 @@ class _Backward(TorchFunctionMode):
         super().__init__()
         self._functions, self._function, self._capture = functions, function, functions.capture
         # The memory of what it was given, or has made.
-        self._made = {self._capture.memory(grad) for grad in grads if grad is not None}
+        self._made = {memory_of(grad) for grad in grads if grad is not None}
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -375,8 +388,8 @@ class _Backward(TorchFunctionMode):
         if torch._C._functorch.peek_interpreter_stack() is not None:
             raise self._refuse("uses torch.vmap or another transform of torch.func, which hides what it does")
         with torch._C.DisableTorchFunction():
-            for tensor in self._capture.targets(func, args, kwargs):
-                if self._capture.memory(tensor) not in self._made:
+            for tensor in written_tensors(func, args, kwargs):
+                if memory_of(tensor) not in self._made:
                     owner = self._capture.whose_memory(tensor)
                     what = "a tensor that it did not make" if owner is None else f"'{owner}'"
                     raise self._refuse(f"writes to {what}, where gradients would stay without noise")
@@ -390,8 +403,8 @@ class _Backward(TorchFunctionMode):
     def _after(self, name: str, given: list[Tensor], out: Any) -> None:
         """Of the values of a batch, tensors may be made, which are followed, but no numbers."""
         if _are_tensors(out):
-            before = {self._capture.memory(tensor) for tensor in given}
-            self._made |= {self._capture.memory(tensor) for tensor in tensors_in(out)} - before
+            before = {memory_of(tensor) for tensor in given}
+            self._made |= {memory_of(tensor) for tensor in tensors_in(out)} - before
             return
         hidden = [tensor for tensor in given if self._capture.is_data(tensor)]
         if name in _ABOUT_SHAPES:  # which data decide where a mask picked from them
@@ -402,7 +415,7 @@ class _Backward(TorchFunctionMode):
             raise self._refuse(f"takes values out of a tensor by '{name}', where they cannot be followed")
 
     def _place_gradients(
-        self, found: tuple, outputs: Any, inputs: Any, grad_outputs: Any = None, *_: Any, **options: Any
+        self, grads: tuple, outputs: Any, inputs: Any, grad_outputs: Any = None, *_: Any, **options: Any
     ) -> None:
         """What was followed keeps units apart on its own way back, too."""
         capture = self._capture
@@ -410,43 +423,12 @@ class _Backward(TorchFunctionMode):
         if _has_functions(outputs, inputs):
             return  # of which nothing is known on their way back
         if None not in axes and axes == [capture.known_axis(tensor) for tensor in tensors_in(grad_outputs)]:
-            for grad, tensor in zip(found, tensors_in(inputs)):
+            for grad, tensor in zip(grads, tensors_in(inputs)):
                 if grad is not None:
                     capture.place(grad, capture.known_axis(tensor))
 
     def _refuse(self, reason: str) -> UnsupportedError:
         return self._functions.refuse(self._function, f"its backward() {reason}")
-
-
-class _Outcome(NamedTuple):
-    outputs: list[Tensor | None]
-    grads: list[Tensor | None]  # of the inputs
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A function that runs again. `inputs` are copies of its tensors, as they were before it ran first."""
-
-    function: Callable
-    args: tuple  # with `inputs` in their places
-    inputs: list[Tensor]
-    input_axes: list[UnitAxis | None]
-    output_axes: list[UnitAxis | None]
-    units: int
-    is_first: bool  # at this place in the module
-
-    def run(self, inputs: list[Tensor], grads: list[Tensor | None]) -> _Outcome:
-        """The outputs for these inputs, and the inputs' gradients for `grads` of the outputs."""
-        leaves = [copied(tensor, was.requires_grad) for tensor, was in zip(inputs, self.inputs)]
-        wanted = [leaf for leaf in leaves if leaf.requires_grad]
-        with torch.enable_grad():
-            passed = iter([leaf.clone() for leaf in leaves])  # it may change them in place, which leaves do not allow
-            outputs = list(tensors_in(self.function(*with_tensors(self.args, passed))))
-        made = [(out, grad.clone()) for out, grad in zip(outputs, grads) if out.requires_grad and grad is not None]
-        ends, weights = [out for out, _ in made], [grad for _, grad in made]
-        found = iter(torch.autograd.grad(ends, wanted, weights, allow_unused=True) if made else [None] * len(wanted))
-        back = [next(found) if leaf.requires_grad else None for leaf in leaves]
-        return _Outcome([out.detach() for out in outputs], back)
 
 
 # Operations that tell something of a tensor, but nothing of its values.
@@ -479,31 +461,6 @@ def _has_functions(outputs: Any, inputs: Any) -> bool:
     return False
 
 
-def copied(tensor: Tensor, requires_grad: bool = False) -> Tensor:
-    return tensor.detach().clone().requires_grad_(requires_grad)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists and dicts, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from tensors_in(item)
-
-
-def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
-    """`value` with other tensors in their places."""
-    if isinstance(value, Tensor):
-        return next(tensors)
-    if isinstance(value, dict):
-        return {key: with_tensors(item, tensors) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        items = [with_tensors(item, tensors) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return value
-
-
 def _place(tensor: Tensor) -> tuple:
     """The same for tensors that are the same elements of the same memory."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
@@ -511,58 +468,3 @@ def _place(tensor: Tensor) -> tuple:
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
     return _place(tensor) == _place(other)
-
-
-def _unit_of(tensor: Tensor, axis: UnitAxis, units: int) -> Tensor:
-    """The unit of each index along the dimension that has the units."""
-    return torch.arange(tensor.shape[axis.dim]) // axis.inner % units
-
-
-def exchanged(tensor: Tensor, axis: UnitAxis | None, source: Tensor) -> Tensor:
-    """The tensor with the values of unit source[u] for unit u: values that the function surely takes."""
-    if axis is None:
-        return tensor
-    unit = _unit_of(tensor, axis, len(source))
-    index = torch.arange(tensor.shape[axis.dim]) + (source[unit] - unit) * axis.inner
-    return tensor.index_select(axis.dim, index.to(tensor.device))
-
-
-def _joined(tensor: Tensor, others: Tensor, axis: UnitAxis, kept: Tensor) -> Tensor:
-    """The kept units' parts of `tensor`, and all others' of `others`."""
-    is_kept = kept[_unit_of(tensor, axis, len(kept))].to(tensor.device)
-    return torch.where(is_kept.view(-1, *(1,) * (tensor.ndim - 1 - axis.dim)), tensor, others)
-
-
-def _by_unit(tensor: Tensor, axis: UnitAxis, units: int) -> Tensor:
-    """(units, elements of a unit)"""
-    return tensor.unflatten(axis.dim, (-1, units, axis.inner)).movedim(axis.dim + 1, 0).flatten(1)
-
-
-def unchanged_units(tensor: Tensor | None, other: Tensor | None, axis: UnitAxis, kept: Tensor) -> bool:
-    """Whether the kept units' parts of two results are the same, each but for its own last digits."""
-    if tensor is None or other is None:
-        return tensor is other
-    units = len(kept)
-    if tensor.shape != other.shape or tensor.dtype != other.dtype or not axis.fits(tensor.shape, units):
-        return False
-    if not tensor.numel():
-        return True
-    rows = kept.to(tensor.device)
-    mine, theirs = _by_unit(tensor, axis, units)[rows], _by_unit(other, axis, units)[rows]
-    if not tensor.is_floating_point():
-        return torch.equal(mine, theirs)
-    tolerance = 16 * torch.finfo(tensor.dtype).eps * mine.nan_to_num(0, 0, 0).abs().amax(1, keepdim=True)
-    is_same = (mine == theirs) | ((mine - theirs).abs() <= tolerance) | (mine.isnan() & theirs.isnan())
-    return bool(is_same.all())
-
-
-def unchanged(tensor: Tensor | None, other: Tensor | None) -> bool:
-    """Whether two results are the same, but for the last digits."""
-    if tensor is None or other is None:
-        return tensor is other
-    if tensor.shape != other.shape or tensor.dtype != other.dtype:
-        return False
-    if not tensor.is_floating_point() or not tensor.numel():
-        return torch.equal(tensor, other)
-    atol = 16 * torch.finfo(tensor.dtype).eps * float(tensor.nan_to_num(0, 0, 0).abs().max())
-    return torch.allclose(tensor, other, rtol=0, atol=atol, equal_nan=True)

@@ -100,12 +100,12 @@ def _rows_are_units(view: Tensor, source: Tensor, axis: int) -> bool:
 
     def unit_of(place: int) -> int:
         """The unit that a byte of `source` belongs to."""
-        found = 0
+        unit = 0
         for stride, length, a in strides:
             index = min(place // stride, length - 1) if stride else 0
             place -= index * stride
-            found = index if a == axis else found
-        return found if 0 <= place < size else -1
+            unit = index if a == axis else unit
+        return unit if 0 <= place < size else -1
 
     size_here = view.element_size()
     first = int(view.storage_offset()) * size_here - int(source.storage_offset()) * size
@@ -205,8 +205,8 @@ def _is_plain(value: Any) -> bool:
 
 def slots_of(value: Any) -> list[str]:
     """The names of attributes that an object keeps in slots, such as those of dataclass(slots=True)."""
-    found: list[str] = []
+    names: list[str] = []
     for kind in type(value).__mro__:
         slots = vars(kind).get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else list(slots)
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
+        names += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in names if name not in ("__dict__", "__weakref__")]

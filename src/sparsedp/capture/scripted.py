@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sparsedp.capture.functions import copied, exchanged, tensors_in, unchanged, unchanged_units, with_tensors
-from sparsedp.capture.tracking import UnitAxis
+from sparsedp.capture.trials import copied, exchanged, tensors_in, unchanged, unchanged_units, with_tensors
+from sparsedp.capture.units import UnitAxis
 
 if TYPE_CHECKING:
     from sparsedp.capture.capture import Capture

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from sparsedp.capture.ops.registry import rows_read
 from sparsedp.tables.owner import Owner
 
 # What tells something about a tensor, but nothing of its values.
@@ -130,18 +130,11 @@ def looked_up(func: Callable, args: tuple, kwargs: dict, table: Any) -> Tensor |
     """The rows that a lookup in `table` reads; None if it is not a lookup, or one that is not recognised."""
     if not isinstance(table, LazyTable):
         return None
-    ids: Any = None
-    if func in (F.embedding, F.embedding_bag):
-        given = dict(zip(("input", "weight"), args), **kwargs)
-        ids = given["input"] if given["weight"] is table else None
-    elif func in (torch.embedding, torch.embedding_bag, Tensor.__getitem__) and args and args[0] is table:
-        ids = args[1]
-    elif func in (torch.index_select, Tensor.index_select) and args[0] is table and len(args) == 3 and args[1] == 0:
-        ids = args[2]
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+    rows = rows_read(func, args, kwargs)
+    if rows is None or rows.table is not table:
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        return ids.detach().long()
+        return rows.ids.detach().long()
 
 
 @functools.lru_cache(maxsize=1024)

@@ -1,4 +1,4 @@
-"""Convolutions: linear maps of the patches of their input."""
+"""Convolutions, which are linear maps of the patches of their input, and what else is done to images and signals."""
 
 from __future__ import annotations
 
@@ -9,14 +9,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsedp.capture.capture import Capture
 from sparsedp.capture.expressions import Expression, Placed, place_built, place_linear
-from sparsedp.capture.rules.registry import NotThisForm, bind, plain, require_small, rule
-from sparsedp.capture.tracking import UnitAxis
+from sparsedp.capture.ops.helpers import bind, plain, require_small
+from sparsedp.capture.ops.protocol import CaptureForRules
+from sparsedp.capture.ops.registry import Call, NotThisForm, axis_rule, batch_first, use_rule
+from sparsedp.capture.units import Mixed, UnitAxis
+
+_SPATIAL = {
+    **{f"{kind}{n}d": n for n in (1, 2, 3) for kind in ("conv", "conv_transpose")},
+    **{f"{kind}{n}d": n for n in (1, 2, 3) for kind in ("max_pool", "avg_pool", "adaptive_avg_pool", "adaptive_max_pool")},
+    **{f"fractional_max_pool{n}d{kind}": n for n in (2, 3) for kind in ("", "_with_indices")},
+    **{f"{kind}max_pool{n}d_with_indices": n for n in (1, 2, 3) for kind in ("", "adaptive_")},
+    "lp_pool1d": 1, "lp_pool2d": 2, "pixel_shuffle": 2, "pixel_unshuffle": 2,
+}  # fmt: skip
 
 
-@rule("conv1d", "conv2d")
-def _conv(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+@axis_rule(*_SPATIAL)
+def _spatial(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    dims = _SPATIAL[call.name]
+    if "pool" in call.name:  # each channel by itself
+        return axis if axis.dim < source.ndim - dims else None
+    return axis if axis.dim == 0 and source.ndim == dims + 2 else None
+
+
+@use_rule("conv1d", "conv2d")
+def _conv(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     bound = bind(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), args, kwargs)
     x, weight, bias = bound["input"], bound["weight"], bound.get("bias")
     spatial = 1 if name == "conv1d" else 2
@@ -81,3 +98,25 @@ def _padding(
         total = [d * (k - 1) for d, k in zip(dilation, size)]
         return tuple(t // 2 for t in total), tuple(t - t // 2 for t in total)
     return _pair(padding, count), _pair(padding, count)
+
+
+@axis_rule("unfold")
+def _unfold(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    """`F.unfold`, of images, or `Tensor.unfold`, along a dimension."""
+    if "dilation" in call.kwargs:
+        return axis if axis.dim == 0 and source.ndim == 4 else None
+    dim = call.argument(1, "dimension") % source.ndim
+    return Mixed(call.name) if dim == axis.dim else axis
+
+
+@axis_rule("fold")
+def _fold(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    return axis if axis.dim == 0 and source.ndim == 3 else None
+
+
+@axis_rule("grid_sample", "affine_grid", joint=True)
+def _sampled_images(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    return axis if axis == UnitAxis(0) else None
+
+
+axis_rule("interpolate", "upsample", "channel_shuffle")(batch_first)

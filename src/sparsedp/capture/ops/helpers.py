@@ -1,4 +1,4 @@
-"""Where rules are registered, and what they share."""
+"""What rules for uses of parameters share."""
 
 from __future__ import annotations
 
@@ -7,34 +7,16 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsedp.capture.capture import Capture
 from sparsedp.capture.expressions import Expression
-from sparsedp.capture.tracking import UnitAxis, unit_first
-
-Rule = Callable[[Capture, str, Callable, tuple, dict], Any]
-RULES: dict[str, Rule] = {}
-
-
-class NotThisForm(Exception):
-    """A rule does not cover this form of its operation; the general one may."""
-
-
-def rule(*names: str) -> Callable[[Rule], Rule]:
-    """Registers how the operations `names` use parameters."""
-
-    def register(function: Rule) -> Rule:
-        for name in names:
-            RULES[name] = function
-        return function
-
-    return register
+from sparsedp.capture.ops.protocol import CaptureForRules
+from sparsedp.capture.units import UnitAxis, unit_first
 
 
 def bind(names: Sequence[str], args: tuple, kwargs: dict) -> dict[str, Any]:
     return {**dict(zip(names, args)), **kwargs}
 
 
-def plain(capture: Capture, value: Any) -> Any:
+def plain(capture: CaptureForRules, value: Any) -> Any:
     """A parameter without its history; anything else as it is."""
     return value.detach() if capture.expression(value) is not None else value
 
@@ -45,23 +27,23 @@ def positions(tensor: Tensor, axis: UnitAxis, units: int) -> Tensor:
     return moved.reshape(units, moved[0, ..., 0].numel() if units else 0, moved.shape[-1])
 
 
-def names_of(capture: Capture, operands: list[Tensor]) -> str:
+def names_of(capture: CaptureForRules, operands: list[Tensor]) -> str:
     return ", ".join(e.names for e in map(capture.expression, operands) if e is not None)
 
 
-def require_functional(capture: Capture, name: str, func: Callable, functional: Callable, args: tuple) -> None:
+def require_functional(capture: CaptureForRules, name: str, func: Callable, functional: Callable, args: tuple) -> None:
     """torch.x and torch.nn.functional.x may share a name, but not the order of their arguments."""
     if func is not functional:
         names = names_of(capture, [value for value in args if isinstance(value, Tensor)])
         raise capture.refuse(name, names, f"torch.{name} takes other arguments", f"use torch.nn.functional.{name}")
 
 
-def require_placeable(capture: Capture, name: str, expression: Expression) -> None:
+def require_placeable(capture: CaptureForRules, name: str, expression: Expression) -> None:
     if not expression.is_view and expression.ids is None:
         require_small(capture, name, expression)
 
 
-def require_small(capture: Capture, name: str, expression: Expression) -> None:
+def require_small(capture: CaptureForRules, name: str, expression: Expression) -> None:
     if not expression.small:
         raise capture.refuse(
             name,

@@ -9,18 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsedp.capture.capture import Capture
-from sparsedp.capture.rules.registry import bind, names_of, require_functional, rule
+from sparsedp.capture.ops.helpers import bind, names_of, require_functional
+from sparsedp.capture.ops.protocol import CaptureForRules
+from sparsedp.capture.ops.registry import Call, axis_rule, batch_first, use_rule
+from sparsedp.capture.units import Mixed, UnitAxis
 
 
-def _scale_and_shift(capture: Capture, normal: Tensor, weight: Any, bias: Any) -> Tensor:
+def _scale_and_shift(capture: CaptureForRules, normal: Tensor, weight: Any, bias: Any) -> Tensor:
     with capture.resumed():
         if weight is not None:
             normal = normal * weight
         return normal if bias is None else normal + bias
 
 
-def _follow(capture: Capture, name: str, source: Tensor, out: Tensor, trailing: int) -> Tensor:
+def _placed(capture: CaptureForRules, name: str, source: Tensor, out: Tensor, trailing: int) -> Tensor:
     """A normalised activation: its units are where they were, and not among the `trailing` dimensions."""
     axis = capture.axis(source, name, "of the layer")
     if axis.dim >= source.ndim - trailing:
@@ -28,30 +30,45 @@ def _follow(capture: Capture, name: str, source: Tensor, out: Tensor, trailing: 
     return capture.place(out, axis)
 
 
-def _trailing(bound: dict[str, Any]) -> int:
-    shape = bound["normalized_shape"]
+@axis_rule("layer_norm", "rms_norm")
+def _trailing_norm(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    trailing = _trailing(call.argument(1, "normalized_shape"))
+    return axis if axis.dim < source.ndim - trailing else Mixed(call.name)
+
+
+def _trailing(shape: Any) -> int:
+    """How many dimensions a `normalized_shape` stands for, the last ones."""
     return len(shape) if isinstance(shape, (tuple, list, torch.Size)) else 1
 
 
-@rule("layer_norm")
-def _layer_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+@use_rule("layer_norm")
+def _layer_norm(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     bound = bind(("input", "normalized_shape", "weight", "bias", "eps"), args, kwargs)
     weight, bias = bound.pop("weight", None), bound.pop("bias", None)
     return _scale_and_shift(
-        capture, _follow(capture, name, bound["input"], F.layer_norm(**bound), _trailing(bound)), weight, bias
+        capture,
+        _placed(capture, name, bound["input"], F.layer_norm(**bound), _trailing(bound["normalized_shape"])),
+        weight,
+        bias,
     )
 
 
-@rule("rms_norm")
-def _rms_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+@use_rule("rms_norm")
+def _rms_norm(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     bound = bind(("input", "normalized_shape", "weight", "eps"), args, kwargs)
     weight = bound.pop("weight", None)
     return _scale_and_shift(
-        capture, _follow(capture, name, bound["input"], F.rms_norm(**bound), _trailing(bound)), weight, None
+        capture,
+        _placed(capture, name, bound["input"], F.rms_norm(**bound), _trailing(bound["normalized_shape"])),
+        weight,
+        None,
     )
 
 
-def _by_channel(capture: Capture, parameter: Any, ndim: int) -> Any:
+axis_rule("group_norm", "instance_norm", "batch_norm", "local_response_norm")(batch_first)
+
+
+def _by_channel(capture: CaptureForRules, parameter: Any, ndim: int) -> Any:
     """(C,) as (C, 1, ..., 1), to meet (B, C, ...)."""
     if parameter is None:
         return None
@@ -59,21 +76,21 @@ def _by_channel(capture: Capture, parameter: Any, ndim: int) -> Any:
         return parameter.reshape(-1, *(1,) * (ndim - 2))
 
 
-def _normalised(capture: Capture, name: str, function: Callable[..., Tensor], bound: dict[str, Any]) -> Tensor:
+def _normalised(capture: CaptureForRules, name: str, function: Callable[..., Tensor], bound: dict[str, Any]) -> Tensor:
     """A normalisation of (B, C, ...), with a weight and a bias per channel."""
     x = bound["input"]
     weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
-    return _scale_and_shift(capture, _follow(capture, name, x, function(**bound), x.ndim - 1), weight, bias)
+    return _scale_and_shift(capture, _placed(capture, name, x, function(**bound), x.ndim - 1), weight, bias)
 
 
-@rule("group_norm")
-def _group_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+@use_rule("group_norm")
+def _group_norm(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     bound = bind(("input", "num_groups", "weight", "bias", "eps"), args, kwargs)
     return _normalised(capture, name, F.group_norm, bound)
 
 
-@rule("instance_norm")
-def _instance_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+@use_rule("instance_norm")
+def _instance_norm(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     require_functional(capture, name, func, F.instance_norm, args)
     order = ("input", "running_mean", "running_var", "weight", "bias", "use_input_stats", "momentum", "eps")
     bound = bind(order, args, kwargs)
@@ -88,8 +105,8 @@ def _instance_norm(capture: Capture, name: str, func: Callable, args: tuple, kwa
     return _normalised(capture, name, F.instance_norm, bound)
 
 
-@rule("batch_norm")
-def _batch_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+@use_rule("batch_norm")
+def _batch_norm(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     require_functional(capture, name, func, F.batch_norm, args)
     order = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     bound = bind(order, args, kwargs)
@@ -102,3 +119,14 @@ def _batch_norm(capture: Capture, name: str, func: Callable, args: tuple, kwargs
             "use GroupNorm or LayerNorm, or put it in eval()",
         )
     return _normalised(capture, name, F.batch_norm, bound)
+
+
+# Operations that normalise over the batch, and the argument that says whether they do, which comes sixth.
+BATCH_STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
+
+
+def takes_batch_statistics(name: str, args: tuple, kwargs: dict) -> bool:
+    """Whether one of these operations normalises over the batch, or stores statistics of it."""
+    uses_batch = kwargs.get(BATCH_STATISTICS[name], args[5] if len(args) > 5 else name != "batch_norm")
+    stored = kwargs.get("running_mean", args[1] if len(args) > 1 else None)
+    return bool(uses_batch and (name == "batch_norm" or stored is not None))

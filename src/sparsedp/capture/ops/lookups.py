@@ -1,4 +1,4 @@
-"""Rows of a table: nn.Embedding, nn.EmbeddingBag, weight[ids]."""
+"""Rows of a table: nn.Embedding, nn.EmbeddingBag. `ops/indexing.py` has weight[ids]."""
 
 from __future__ import annotations
 
@@ -9,41 +9,50 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsedp.capture.capture import Capture
 from sparsedp.capture.expressions import Expression, Placed
-from sparsedp.capture.rules.registry import NotThisForm, bind, require_functional, rule
-from sparsedp.capture.tracking import UnitAxis, unit_first
+from sparsedp.capture.ops.helpers import bind, require_functional
+from sparsedp.capture.ops.protocol import CaptureForRules
+from sparsedp.capture.ops.registry import Call, NotThisForm, RowsRead, axis_rule, reads_rows, rows_read, use_rule
+from sparsedp.capture.units import Info, Mixed, UnitAxis, unit_first
 from sparsedp.capture.uses import Lookup
 
+# Functions that have the name of one in torch.nn.functional, and their arguments in another order.
+OTHER_ORDER: set[Callable] = {torch.embedding, torch.embedding_bag}
 
-def public_ids(name: str, args: tuple, kwargs: dict) -> Tensor | None:
-    """The ids of a lookup that does not depend on the batch, such as position(torch.arange(L))."""
-    ids: Any = None
-    skip = None
-    if name == "embedding":
-        bound = bind(("input", "weight", "padding_idx"), args, kwargs)
-        ids, table, skip = bound["input"], bound["weight"], bound.get("padding_idx")
-    elif name == "getitem":
-        table, ids = args
-    elif name == "index_select":
-        bound = bind(("input", "dim", "index"), args, kwargs)
-        table, ids = bound["input"], bound["index"] if bound["dim"] == 0 else None
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32) or table.ndim != 2:
+
+@reads_rows(F.embedding)
+def _embedding_rows(args: tuple, kwargs: dict) -> RowsRead:
+    bound = bind(("input", "weight", "padding_idx"), args, kwargs)
+    return RowsRead(bound.get("weight"), bound.get("input"), bound.get("padding_idx"))
+
+
+@reads_rows(F.embedding_bag)
+def _embedding_bag_rows(args: tuple, kwargs: dict) -> RowsRead:
+    bound = bind(("input", "weight"), args, kwargs)
+    return RowsRead(bound.get("weight"), bound.get("input"), result_is_rows=False)
+
+
+@reads_rows(*OTHER_ORDER)
+def _other_order_rows(args: tuple, kwargs: dict) -> RowsRead | None:
+    return RowsRead(args[0], args[1], result_is_rows=False) if len(args) > 1 else None
+
+
+def public_ids(func: Callable, args: tuple, kwargs: dict) -> Tensor | None:
+    """The ids of a lookup that does not depend on the batch, such as position(torch.arange(L)); -1 for padding."""
+    rows = rows_read(func, args, kwargs)
+    if rows is None or not rows.result_is_rows or rows.table.ndim != 2:
         return None
-    return _without_padding(_wrapped(ids, table.shape[0]), table.shape[0], skip)
+    count = rows.table.shape[0]
+    ids = wrapped(rows.ids, count)
+    return ids if rows.padding is None else ids.masked_fill(ids == rows.padding % count, -1)
 
 
-def _wrapped(ids: Tensor, rows: int) -> Tensor:
+def wrapped(ids: Tensor, rows: int) -> Tensor:
     """Negative ids count from the end."""
     return torch.where(ids < 0, ids + rows, ids).long()
 
 
-def _without_padding(ids: Tensor, rows: int, skip: int | None) -> Tensor:
-    """-1 for the ids that stand for padding, which have no gradient."""
-    return ids if skip is None else ids.masked_fill(ids == skip % rows, -1)
-
-
-def _refuse_lookup_options(capture: Capture, name: str, table: Expression, bound: dict[str, Any]) -> None:
+def _refuse_lookup_options(capture: CaptureForRules, name: str, table: Expression, bound: dict[str, Any]) -> None:
     for option, instead in (
         ("max_norm", "constrain the rows after the step, or normalise the looked-up vectors"),
         ("scale_grad_by_freq", "leave it off"),
@@ -53,22 +62,22 @@ def _refuse_lookup_options(capture: Capture, name: str, table: Expression, bound
             raise capture.refuse(name, table.names, f"{option} {why} depending on the whole batch", instead)
 
 
-def _table(capture: Capture, name: str, weight: Any) -> tuple[Expression, int]:
+def table_of(capture: CaptureForRules, name: str, weight: Any) -> tuple[Expression, int]:
     """The table of a lookup and the row at which the looked-up block starts."""
     table = capture.expression(weight)
     if table is None:
         raise NotThisForm
-    own = table.parameters[0][1]
-    if table.tensor is own and own.ndim == 2 and own.is_contiguous():
+    parameter = table.parameters[0][1]
+    if table.tensor is parameter and parameter.ndim == 2 and parameter.is_contiguous():
         return table, 0
     width = table.tensor.shape[-1] if table.tensor.ndim == 2 else 0
-    if not table.is_view or not table.tensor.is_contiguous() or own.ndim != 2 or own.shape[1] != width:
+    if not table.is_view or not table.tensor.is_contiguous() or parameter.ndim != 2 or parameter.shape[1] != width:
         raise NotThisForm
     return table, table.offset // width if width else 0
 
 
-def _record_lookup(
-    capture: Capture, name: str, table: Expression, first: int, ids: Tensor, out: Tensor, skip: int | None
+def record_lookup(
+    capture: CaptureForRules, name: str, table: Expression, first: int, ids: Tensor, out: Tensor, skip: int | None
 ) -> Tensor:
     units = capture.units
     axis = capture.axis(ids, name, table.names)
@@ -89,42 +98,36 @@ def _record_lookup(
     return capture.record(out, finish, axis)
 
 
-@rule("embedding")
-def _embedding(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+@axis_rule("embedding", "one_hot", joint=True)
+def _embedding_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    if call.name == "one_hot" and call.argument(1, "num_classes", default=-1) == -1:
+        return Mixed("as many classes as the largest id of the batch needs")
+    if call.name == "embedding" and (call.data > 1 or source is call.argument(1, "weight")):
+        return Mixed("looking up activations")  # of other units, by their number
+    return axis  # one more dimension, at the end
+
+
+@use_rule("embedding")
+def _embedding(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     order = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     bound = bind(order, args, kwargs)
     require_functional(capture, name, func, F.embedding, args)
-    table, first = _table(capture, name, bound["weight"])
+    table, first = table_of(capture, name, bound["weight"])
     _refuse_lookup_options(capture, name, table, bound)
     ids = bound["input"]
     out = torch.embedding(table.tensor.detach(), ids)
     skip = bound.get("padding_idx")
     skip = None if skip is None else skip % table.tensor.shape[0]
-    return _record_lookup(capture, name, table, first, ids, out, skip)
+    return record_lookup(capture, name, table, first, ids, out, skip)
 
 
-@rule("getitem", "index_select")
-def _getitem(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    bound = bind(("input", "dim", "index"), args, kwargs)
-    table, first = _table(capture, name, bound["input"])
-    if name == "index_select":
-        if bound["dim"] != 0:
-            raise NotThisForm
-        ids = bound["index"]
-    else:
-        ids = args[1]
-        if isinstance(ids, tuple) and len(ids) == 1:
-            ids = ids[0]
-    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
-        raise NotThisForm
-    wrapped = _wrapped(ids, table.tensor.shape[0])
-    capture.place(wrapped, capture.axis(ids, name, table.names))
-    out = torch.embedding(table.tensor.detach(), wrapped)
-    return _record_lookup(capture, name, table, first, wrapped, out, None)
+@axis_rule("embedding_bag")
+def _embedding_bag_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    return axis if axis == UnitAxis(0) and source.ndim == 2 else None
 
 
-@rule("embedding_bag")
-def _embedding_bag(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+@use_rule("embedding_bag")
+def _embedding_bag(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     order = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse",
              "per_sample_weights", "include_last_offset", "padding_idx")  # fmt: skip
     bound = bind(order, args, kwargs)
@@ -134,7 +137,7 @@ def _embedding_bag(capture: Capture, name: str, func: Callable, args: tuple, kwa
         pass
     elif not bound["weight"].is_floating_point():
         bound["input"], bound["weight"] = bound["weight"], bound["input"]
-    table, first = _table(capture, name, bound["weight"])
+    table, first = table_of(capture, name, bound["weight"])
     _refuse_lookup_options(capture, name, table, bound)
     mode = bound.get("mode", "mean")
     if mode not in ("sum", "mean"):
@@ -206,3 +209,10 @@ def _bags(ids: Tensor, offsets: Tensor | None, include_last: bool, units: int) -
     if include_last and offsets.numel():
         ends = offsets[1:]
     return torch.arange(units, device=ids.device).repeat_interleave(ends - starts)
+
+
+def is_bag_of_each(call: Call, operands: list[tuple[Tensor, Info]]) -> bool:
+    """Whether it is an embedding_bag of a constant table with offsets that give each unit its bag."""
+    if call.name != "embedding_bag" or call.argument(2, "offsets") is None or call.out.shape[0] != call.units:
+        return False
+    return all(tensor is not call.argument(1, "weight") for tensor, _ in operands)

@@ -1,18 +1,37 @@
-"""`F.multi_head_attention_forward` in operations that capture sees one by one.
+"""Attention. `F.multi_head_attention_forward` has a path of its own, in operations that capture sees one by one.
 
-torch's function is composite and fused in places, so its parameters' uses are not visible from outside. This one takes
+torch's function is composite and fused in places, so its parameters' uses are not visible from outside. `attention` takes
 the same arguments and gives the same result, batch first inside.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsedp.capture.ops.protocol import CaptureForRules
+from sparsedp.capture.ops.registry import Call, axis_rule, use_rule
+from sparsedp.capture.units import Mixed, UnitAxis
 from sparsedp.errors import UnsupportedError
+
+
+@axis_rule("scaled_dot_product_attention", joint=True)
+def _scaled_dot_product_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    is_mask = source is call.argument(3, "attn_mask")
+    if axis.dim >= source.ndim - 2 and not is_mask:
+        return Mixed(call.name)
+    return axis.shifted(call.out.ndim - source.ndim)
+
+
+@use_rule("multi_head_attention_forward")
+def _attention(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
+    with capture.resumed():
+        return attention(*args, **kwargs)
 
 
 def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:

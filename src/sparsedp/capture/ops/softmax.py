@@ -7,11 +7,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from sparsedp.capture.capture import Capture
 from sparsedp.capture.expressions import Placed
-from sparsedp.capture.rules.registry import bind, rule
-from sparsedp.capture.tracking import UnitAxis
+from sparsedp.capture.ops.helpers import bind
+from sparsedp.capture.ops.protocol import CaptureForRules
+from sparsedp.capture.ops.registry import Call, axis_rule, use_rule
+from sparsedp.capture.units import Mixed, UnitAxis
 from sparsedp.capture.uses import Passed, Softmax, SoftmaxLoss, checked_targets
+
+
+@axis_rule("table_softmax_loss", joint=True)
+def _table_softmax_loss_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    fits = axis == UnitAxis(0) and source.shape[0] == call.units and source is not call.argument(1, "weight")
+    return axis if fits else Mixed(call.name)  # rows of the batch as a table: in-batch negatives
 
 
 def _mark(weight: Tensor) -> float:
@@ -22,22 +29,22 @@ def _mark(weight: Tensor) -> float:
     return float(torch.dot(rows, torch.mv(weight, columns.to(weight.dtype)).double()))
 
 
-@rule("table_softmax_loss")
-def _table_softmax_loss(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+@use_rule("table_softmax_loss")
+def _table_softmax_loss(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     bound = bind(("hidden", "weight", "target", "ignore"), args, kwargs)
     hidden, target = bound["hidden"], bound["target"]
     table = capture.expression(bound["weight"])
     instead = "pass hidden (batch, length, dim) and target (batch, length), both computed from the batch"
     if table is None or not capture.is_data(hidden) or not capture.is_data(target):
-        found = next(e for e in map(capture.expression, (bound["weight"], hidden)) if e is not None)
-        raise capture.refuse(name, found.names, "its hidden states or targets do not come from the batch", instead)
+        expression = next(e for e in map(capture.expression, (bound["weight"], hidden)) if e is not None)
+        raise capture.refuse(name, expression.names, "its hidden states or targets do not come from the batch", instead)
     for what in (hidden, target):
         if capture.axis(what, name, table.names) != UnitAxis(0) or what.shape[0] != capture.units:
             raise capture.refuse(name, table.names, "units are not on axis 0 of its inputs", instead)
-    own = table.parameters[0][1]
+    parameter = table.parameters[0][1]
     weight = table.tensor.detach()
     if (
-        not table.is_view or not weight.is_contiguous() or own.ndim != 2 or own.shape[1] != weight.shape[1]
+        not table.is_view or not weight.is_contiguous() or parameter.ndim != 2 or parameter.shape[1] != weight.shape[1]
         or table.offset % weight.shape[1]
     ):  # fmt: skip
         raise capture.refuse(

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsedp.capture.capture import Capture
 from sparsedp.capture.expressions import Expression
-from sparsedp.capture.rules.elementwise import tap
-from sparsedp.capture.tracking import UnitAxis
+from sparsedp.capture.ops.elementwise import tap
+from sparsedp.capture.ops.protocol import CaptureForRules
+from sparsedp.capture.units import UnitAxis
 
 
 def unit_by_unit(
-    capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression]
+    capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression]
 ) -> Tensor:
     """An operation without a rule, on small parameters: each unit gets its own copy, and `vmap` keeps units apart."""
     names = ", ".join(e.names for e in expressions)
@@ -32,9 +32,9 @@ def unit_by_unit(
 
     def prepare(value: Any) -> Any:
         """Replaces a batch tensor or parameter by its place in `moved`."""
-        found = capture.expression(value)
-        if found is not None:
-            moved.append(tap(capture, name, found, UnitAxis(0), found.tensor.ndim + 1, units))
+        expression = capture.expression(value)
+        if expression is not None:
+            moved.append(tap(capture, name, expression, UnitAxis(0), expression.tensor.ndim + 1, units))
         elif capture.is_data(value):
             axis = capture.axis(value, name, names)
             if axis != UnitAxis(0) or value.shape[0] != units:

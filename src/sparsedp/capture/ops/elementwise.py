@@ -1,13 +1,13 @@
-"""Elementwise operations, and parameters that are joined to activations."""
+"""Elementwise operations."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from sparsedp.capture.capture import Capture
 from sparsedp.capture.expressions import (
     Expression,
     Placed,
@@ -16,17 +16,59 @@ from sparsedp.capture.expressions import (
     place_aligned,
     place_built,
 )
-from sparsedp.capture.rules.registry import names_of, require_placeable, require_small, rule
-from sparsedp.capture.tracking import UnitAxis
+from sparsedp.capture.ops.helpers import names_of, require_placeable, require_small
+from sparsedp.capture.ops.protocol import CaptureForRules
+from sparsedp.capture.ops.registry import Call, axis_rule, plain_name, use_rule
+from sparsedp.capture.units import UnitAxis
 
 
-@rule(
+def _pointwise_names() -> set[str]:
+    """What torch itself tags as pointwise, the operators, and layers that act on each element."""
+    names = set()
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        overloads = packet.overloads() if hasattr(packet, "overloads") else []
+        if any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in overloads):
+            names.add(plain_name(name.strip("_") if name.startswith("__") else name))
+    names -= {"max", "min"}  # reductions as well: these have their own rule
+    operators = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+    names |= {prefix + name for name in operators for prefix in ("", "r", "i")}
+    return names | {
+        "lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "bool", "float", "double", "half", "long", "int",
+        "type", "to", "cpu", "clone", "detach", "contiguous", "requires_grad", "dropout", "alpha_dropout", "feature_dropout",
+        "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "softsign", "logsigmoid", "tanhshrink", "hardswish",
+        "rrelu", "multiply", "subtract", "divide", "floor_divide", "negative", "absolute", "fix", "masked_fill", "nan_to_num",
+        "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "full_like", "bernoulli", "copysign", "greater",
+        "less", "greater_equal", "less_equal", "not_equal", "type_as", "copy", "zero", "fill", "randint_like", "uniform",
+        "normal", "exponential", "geometric", "cauchy", "log_normal", "random", "poisson", "binomial", "_standard_gamma",
+        "native_dropout", "broadcast_tensors", "threshold", "_threshold", "bfloat16", "resolve_conj", "resolve_neg", "rdiv",
+        "arccos", "arcsin", "arctan", "arctan2", "arccosh", "arcsinh", "arctanh",
+    }  # fmt: skip
+
+
+POINTWISE = frozenset(_pointwise_names())
+
+
+@axis_rule(*POINTWISE, joint=True, in_place=True)
+def aligned(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    """Broadcasting aligns dimensions from the right."""
+    moved = axis.shifted(call.out.ndim - source.ndim)
+    return moved if moved.dim >= 0 and call.out.shape[moved.dim] == source.shape[axis.dim] else None
+
+
+@axis_rule("prelu")
+def _prelu(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+    """Elementwise, where the slopes are constant."""
+    return axis
+
+
+@use_rule(
     "add", "radd", "iadd", "add_", "sub", "rsub", "isub", "sub_", "subtract", "mul", "rmul", "imul", "mul_", "multiply",
     "div", "truediv", "rtruediv", "rdiv", "itruediv", "div_", "divide", "true_divide", "pow", "rpow",
     "maximum", "minimum",
     "where", "lerp", "addcmul", "addcdiv", "fmax", "fmin", "max", "min", "logaddexp", "atan2", "hypot",
 )  # fmt: skip
-def _elementwise(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+def _elementwise(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     """Any broadcasting operation: every unit gets its own copy of the parameter, whose gradient is kept."""
     operands = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     names = names_of(capture, operands)
@@ -41,14 +83,14 @@ def _elementwise(capture: Capture, name: str, func: Callable, args: tuple, kwarg
         raise capture.refuse(name, names, "units lie on different axes of its inputs", "align them first")
 
     def tapped(value: Any) -> Any:
-        found = capture.expression(value)
-        return value if found is None else tap(capture, name, found, axis, ndim, size)
+        expression = capture.expression(value)
+        return value if expression is None else tap(capture, name, expression, axis, ndim, size)
 
     out = func(*[tapped(value) for value in args], **{key: tapped(value) for key, value in kwargs.items()})
     return capture.place(out, axis)
 
 
-def tap(capture: Capture, name: str, expression: Expression, axis: UnitAxis, ndim: int, size: int) -> Tensor:
+def tap(capture: CaptureForRules, name: str, expression: Expression, axis: UnitAxis, ndim: int, size: int) -> Tensor:
     """The parameter, once for every unit, in a shape that broadcasts as before; its gradient is per unit.
 
     `axis` is where the units are in a result of `ndim` dimensions, `size` how long that dimension is.
@@ -84,22 +126,3 @@ def tap(capture: Capture, name: str, expression: Expression, axis: UnitAxis, ndi
     outer = size // (units * axis.inner) if units else 0
     shape = [-1] * at + [outer, units, axis.inner] + [-1] * (tapped.ndim - at - 1)
     return tapped.unsqueeze(at + 1).unsqueeze(at).expand(shape).flatten(at, at + 2)
-
-
-@rule("cat", "concat", "concatenate", "stack")
-def _join(capture: Capture, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
-    """Parameters beside activations, such as a class token: each facing the units on the same axis."""
-    tensors = list(kwargs.get("tensors", args[0] if args else ()))
-    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else 0))
-    data = next(tensor for tensor in tensors if capture.is_data(tensor))
-    names = names_of(capture, tensors)
-    axis = capture.axis(data, name, names)
-    if data.shape[axis.dim] != capture.units or (name != "stack" and dim % data.ndim == axis.dim):
-        raise capture.refuse(name, names, "it joins along the units' axis", "expand the parameter over the batch first")
-    pieces = []
-    for tensor in tensors:
-        found = capture.expression(tensor)
-        pieces.append(tensor if found is None else tap(capture, name, found, axis, tensor.ndim, capture.units))
-    out = func(pieces, dim)
-    before = name == "stack" and dim % out.ndim <= axis.dim
-    return capture.place(out, axis.shifted(1 if before else 0))

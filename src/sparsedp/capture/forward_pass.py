@@ -1,0 +1,71 @@
+"""The batch that a forward pass is over, and where in the module the pass is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from sparsedp.errors import UnsupportedError
+
+
+class HasUnits(Protocol):
+    """A batch that the loop works on; two batches are the same if they are the same object."""
+
+    @property
+    def units(self) -> int: ...
+
+    @property
+    def examples(self) -> int: ...
+
+    @property
+    def owners(self) -> Tensor | None: ...
+
+    @property
+    def offsets(self) -> tuple[Tensor, ...]: ...  # tensors with an entry for each example, which other examples decide
+
+    @property
+    def constants(self) -> tuple[Tensor, ...]: ...  # tensors that are the same in every batch
+
+    @property
+    def unit_axes(self) -> tuple[tuple[Tensor, int | None], ...]: ...  # tensors of the batch, and where their units are
+
+
+@dataclass(frozen=True, eq=False)
+class UnannouncedBatch:
+    """A batch that no loader announced: its units are its examples."""
+
+    units: int
+    owners: Tensor | None = None
+    offsets: tuple[Tensor, ...] = ()
+    constants: tuple[Tensor, ...] = ()
+    unit_axes: tuple[tuple[Tensor, int | None], ...] = ()
+
+    @property
+    def examples(self) -> int:
+        return self.units
+
+
+class ForwardPass:
+    """The forward pass that runs now, or ran last: what the parts of capture share of it."""
+
+    def __init__(self) -> None:
+        self.modules: list[str] = []  # the names of the modules that run, the outermost first
+        self.batch: HasUnits
+        self.units: int  # how many places the unit axis has: one for each example
+        self.be_over(UnannouncedBatch(0))
+
+    def be_over(self, batch: HasUnits) -> None:
+        self.batch, self.units = batch, batch.examples
+
+    def where(self) -> str:
+        """For messages: ' in module ...', the innermost one that has a name."""
+        name = next((name for name in reversed(self.modules) if name), "")
+        return f" in module '{name}'" if name else ""
+
+    def refuse(self, operation: str, names: str, reason: str, instead: str) -> UnsupportedError:
+        """The error that says why an operation cannot use the parameters `names`, and what to do."""
+        return UnsupportedError(
+            f"Operation '{operation}' on parameter {names}{self.where()}: {reason}. Instead: {instead}."
+        )

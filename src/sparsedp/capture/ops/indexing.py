@@ -1,0 +1,197 @@
+"""Parts of a tensor, by number, by range, by ids or by mask."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsedp.capture.ops.helpers import bind
+from sparsedp.capture.ops.lookups import record_lookup, table_of, wrapped
+from sparsedp.capture.ops.protocol import CaptureForRules
+from sparsedp.capture.ops.registry import Call, NotThisForm, RowsRead, axis_rule, reads_rows, use_rule
+from sparsedp.capture.units import Mixed, UnitAxis
+
+
+@axis_rule("select", "unbind")
+def _select(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    dim = call.argument(1, "dim", default=0) % source.ndim
+    return None if dim == axis.dim else axis.shifted(-1 if dim < axis.dim else 0)
+
+
+@axis_rule("chunk", "split", "tensor_split", "split_with_sizes", "unsafe_chunk", "unsafe_split")
+def _parts(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    dim = call.argument(2, "dim", "axis", default=0) % source.ndim
+    if dim != axis.dim:
+        return axis
+    # Whole batches, one after another: all parts begin where a batch does if they are equally long.
+    block = call.units * axis.inner
+    equal = isinstance(call.argument(1, "chunks", "split_size_or_sections", "split_size", "sections"), int)
+    return axis if equal and block and call.out.shape[dim] == block and source.shape[dim] % block == 0 else None
+
+
+@axis_rule("narrow")
+def _narrow(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    return axis if call.argument(1, "dim") % source.ndim != axis.dim else None
+
+
+@axis_rule("index_select", joint=True)
+def _index_select_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    if call.data > 1:
+        return Mixed("indexing with ids of the batch")
+    if source is not call.args[0]:
+        return None
+    return axis if call.argument(1, "dim") % source.ndim != axis.dim else Mixed(call.name)
+
+
+@axis_rule("getitem", joint=True)
+def _getitem_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    index = call.args[1]
+    if source is not call.args[0]:
+        # An index that comes from the batch: fine as a mask, or beside an index that counts the units.
+        if source.dtype == torch.bool:
+            return None
+        if call.data == 1 and index is source:  # rows of a constant table
+            return axis
+        first = index[0] if isinstance(index, tuple) else index
+        fits = (
+            axis == UnitAxis(0) and _counts_units(call) and source.ndim == first.ndim
+        )  # fewer would lie further right
+        return axis if fits else Mixed("indexing with ids of the batch")
+    items = list(index) if isinstance(index, tuple) else [index]
+    if any(map(is_advanced, items)):
+        if axis != UnitAxis(0):
+            return None
+        return axis if _counts_units(call) or _leaves_first_alone(items, source.ndim) else None
+    return _basic_getitem(call, source, axis, items)
+
+
+def is_advanced(item: Any) -> bool:
+    """Whether an index is made of numbers or of a mask: a tensor, a list, an array, a tuple within a tuple."""
+    is_number = isinstance(item, Integral) and not isinstance(item, bool)
+    return not (item is None or item is Ellipsis or isinstance(item, slice) or is_number)
+
+
+def _leaves_first_alone(items: list, ndim: int) -> bool:
+    """x[:, i, j] and x[..., i]: advanced indices side by side, behind the first dimension, stay where they are."""
+    advanced = [n for n, item in enumerate(items) if is_advanced(item)]
+    side_by_side = advanced[-1] - advanced[0] == len(advanced) - 1
+    first = items[0]
+    whole = isinstance(first, slice) and first == slice(None)
+    taken = sum(_dimensions_taken(item) for item in items)
+    return side_by_side and (whole or (first is Ellipsis and taken < ndim))
+
+
+def _dimensions_taken(item: Any) -> int:
+    """How many dimensions an index stands for: a mask for as many as it has, any other for one."""
+    if item is None or item is Ellipsis:
+        return 0
+    is_mask = is_advanced(item) and torch.as_tensor(item).dtype == torch.bool
+    return torch.as_tensor(item).ndim if is_mask else 1
+
+
+def _counts_units(call: Call) -> bool:
+    """x[torch.arange(B), ...]: every unit takes from itself."""
+    index = call.args[1]
+    first = index[0] if isinstance(index, tuple) else index
+    if not isinstance(first, Tensor) or first.dtype == torch.bool or first.ndim == 0:
+        return False
+    if first.shape[0] != call.units or call.args[0].shape[0] != call.units:
+        return False
+    others = index[1:] if isinstance(index, tuple) else ()
+    if any(is_advanced(item) and torch.as_tensor(item).ndim > first.ndim for item in others):
+        return False  # which puts another dimension before the units
+    flat = first.reshape(first.shape[0], -1)
+    return bool((flat == torch.arange(first.shape[0], device=first.device)[:, None]).all())
+
+
+def _basic_getitem(call: Call, source: Tensor, axis: UnitAxis, items: list) -> UnitAxis | None:
+    """Integers, slices, None and Ellipsis."""
+    taken = sum(1 for item in items if item is not None and item is not Ellipsis)
+    dim = out_dim = 0
+    for item in items if Ellipsis in items else [*items, Ellipsis]:
+        if item is None:
+            out_dim += 1
+        elif item is Ellipsis:
+            span = source.ndim - taken
+            if dim <= axis.dim < dim + span:
+                return UnitAxis(out_dim + axis.dim - dim, axis.inner)
+            dim, out_dim = dim + span, out_dim + span
+        elif isinstance(item, slice):
+            if dim == axis.dim:
+                start, stop, step = item.indices(source.shape[dim])
+                block = max(call.units * axis.inner, 1)
+                whole = step == 1 and start % block == 0 and (stop - start) % block == 0
+                return UnitAxis(out_dim, axis.inner) if whole else None
+            dim, out_dim = dim + 1, out_dim + 1
+        else:  # an integer takes its dimension away
+            if dim == axis.dim:
+                return None
+            dim += 1
+    return None
+
+
+def written_axis(target: Tensor, index: Any, value_axis: UnitAxis, value: Tensor, units: int) -> UnitAxis | None:
+    """The unit axis of a constant `target` after target[index] = value: where reading it back finds the value's units."""
+    part = target[index]
+    wanted = value_axis.shifted(part.ndim - value.ndim)
+    call = Call("getitem", (target, index), {}, part, units)
+    candidates = [
+        UnitAxis(dim)
+        for dim, size in enumerate(target.shape)
+        if size == units and _getitem_axis(call, target, UnitAxis(dim)) == wanted
+    ]
+    return candidates[0] if len(candidates) == 1 else None
+
+
+@reads_rows(Tensor.__getitem__)
+def _getitem_rows(args: tuple, kwargs: dict) -> RowsRead | None:
+    return RowsRead(args[0], args[1]) if len(args) == 2 else None
+
+
+@reads_rows(torch.index_select, Tensor.index_select)
+def _index_select_rows(args: tuple, kwargs: dict) -> RowsRead | None:
+    bound = bind(("input", "dim", "index"), args, kwargs)
+    return RowsRead(bound.get("input"), bound.get("index")) if bound.get("dim") == 0 else None
+
+
+@use_rule("getitem", "index_select")
+def _getitem(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
+    bound = bind(("input", "dim", "index"), args, kwargs)
+    table, first = table_of(capture, name, bound["input"])
+    if name == "index_select":
+        if bound["dim"] != 0:
+            raise NotThisForm
+        ids = bound["index"]
+    else:
+        ids = args[1]
+        if isinstance(ids, tuple) and len(ids) == 1:
+            ids = ids[0]
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+        raise NotThisForm
+    row_ids = wrapped(ids, table.tensor.shape[0])
+    capture.place(row_ids, capture.axis(ids, name, table.names))
+    out = torch.embedding(table.tensor.detach(), row_ids)
+    return record_lookup(capture, name, table, first, row_ids, out, None)
+
+
+@axis_rule("gather", "take_along_dim", joint=True)
+def _gather(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    dim = call.argument(1, "dim") if call.name == "gather" else call.argument(2, "dim")
+    return axis if isinstance(dim, int) and dim % source.ndim != axis.dim else Mixed(call.name)
+
+
+@axis_rule("scatter", "scatter_add", "scatter_reduce", joint=True, in_place=True)
+def _scatter(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    """Along every other dimension, an element stays where its index is."""
+    return axis if call.argument(1, "dim") % source.ndim != axis.dim else Mixed(call.name)
+
+
+@axis_rule("index_add", "index_copy", "index_fill", "index_reduce", joint=True, in_place=True)
+def _index_along(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
+    if source is call.argument(2, "index"):
+        return Mixed("indexing with ids of the batch")
+    return axis if call.argument(1, "dim") % source.ndim != axis.dim else None

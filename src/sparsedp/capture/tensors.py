@@ -1,0 +1,149 @@
+"""What is known of tensors in a forward pass.
+
+A tensor is computed from the batch (`UnitData`, `Mixed`), from private parameters alone (`Derived`), an input that has no
+axis of units (`SHARED`), or a constant. One that capture did not see being made is none of these.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsedp.capture.expressions import Expression
+from sparsedp.capture.forward_pass import ForwardPass
+from sparsedp.capture.inputs import advice
+from sparsedp.capture.units import Mixed, UnitAxis, UnitData, WholeBatch
+from sparsedp.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A tensor computed from parameters alone."""
+
+    parameters: tuple[tuple[str, Tensor], ...]
+    ids: Tensor | None
+    drawn: bool  # whether numbers from the key have a part in it
+
+
+class Shared:
+    """An input that does not have the units on axis 0, where none is refused: as good as constant, but not for ids."""
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A tensor that no unit decides, as far as operations are seen. One that is `drawn` has numbers from the key."""
+
+    drawn: bool = False
+
+
+SHARED = Shared()
+CONSTANT, DRAWN = Constant(), Constant(drawn=True)
+EARLIER = Mixed("data of an earlier batch")  # until forward() is given it again, as in an evaluation after every step
+
+
+class KnownTensors:
+    """What is known of each tensor, until it dies, and of the private `parameters`."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], current: ForwardPass) -> None:
+        self.private = {
+            id(parameter): Expression(parameter, ((name, parameter),)) for name, parameter in parameters.items()
+        }
+        # By identity: tensors compare element by element. The operations of a forward pass read it without a call.
+        self.entries: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
+        self._current = current
+
+    def get(self, tensor: Tensor) -> Any:
+        entry = self.entries.get(id(tensor))
+        return None if entry is None else entry[1]
+
+    def __getitem__(self, tensor: Tensor) -> Any:
+        return self.entries[id(tensor)][1]
+
+    def __setitem__(self, tensor: Tensor, info: Any) -> None:
+        entries, key = self.entries, id(tensor)
+
+        def forget(dead: weakref.ref) -> None:
+            if key in entries and entries[key][0] is dead:
+                del entries[key]
+
+        entries[key] = (weakref.ref(tensor, forget), info)
+
+    def forget(self, tensor: Tensor) -> None:
+        self.entries.pop(id(tensor), None)
+
+    def tensors(self) -> list[Tensor]:
+        return [tensor for reference, _ in list(self.entries.values()) if (tensor := reference()) is not None]
+
+    def place(self, out: Tensor, axis: UnitAxis | None) -> Tensor:
+        """Notes where the units are in a tensor that a rule made, and returns it."""
+        self[out] = UnitData(axis)
+        return out
+
+    def expression(self, tensor: Any) -> Expression | None:
+        """What is known of a tensor that depends on private parameters alone; None for any other."""
+        if not isinstance(tensor, Tensor) or not tensor.requires_grad:
+            return None
+        parameter = self.private.get(id(tensor))
+        if parameter is not None:
+            return parameter
+        info = self.get(tensor)
+        if isinstance(info, Derived):
+            return Expression(tensor, info.parameters, info.ids, info.drawn)
+        return None
+
+    def info(self, tensor: Tensor) -> Any:
+        """What is known of a tensor; None for a constant, and for one that capture did not see."""
+        info = self.get(tensor)
+        return None if isinstance(info, Constant) else info
+
+    def is_data(self, tensor: Any) -> bool:
+        """Whether it is a tensor that depends on the batch."""
+        return isinstance(tensor, Tensor) and isinstance(self.get(tensor), (UnitData, Mixed))
+
+    def is_end_to_end(self, tensor: Tensor) -> bool:
+        """Whether its values lie end to end, as those of bags with offsets do, or in an order that is not known."""
+        info = self.get(tensor)
+        return info.in_order if isinstance(info, WholeBatch) else info == UnitData(None)
+
+    def known_axis(self, tensor: Tensor) -> UnitAxis | None:
+        """The unit axis of a tensor; None where it has none, or it is not known."""
+        info = self.get(tensor)
+        if not isinstance(info, UnitData) or info.axis is None or not info.axis.fits(tensor.shape, self._current.units):
+            return None
+        return info.axis
+
+    def axis(self, tensor: Tensor, operation: str, names: str) -> UnitAxis:
+        """The unit axis of an activation that meets the parameters `names`, or an error."""
+        axis = self.known_axis(tensor)
+        if axis is not None:
+            return axis
+        current, info = self._current, self.get(tensor)
+        if isinstance(info, WholeBatch):
+            raise UnsupportedError(
+                f"Operation '{operation}' on parameter {names}{current.where()}: its input is '{info.operation}', or made of it, "
+                "which does not have the units on axis 0, so that all of them may decide it. Ids of bags may lie end to end "
+                f"only in nn.EmbeddingBag with offsets. {advice(info.operation)}"
+            )
+        if isinstance(info, Mixed):
+            raise current.refuse(
+                operation, names, f"its input was reduced over the units of the batch by '{info.operation}'",
+                "compute losses and statistics of a batch outside of the module, after the last parameter",
+            )  # fmt: skip
+        raise current.refuse(
+            operation, names,
+            f"the position of the {current.units} units in its input of shape {tuple(tensor.shape)} is not known",
+            "keep the batch on an axis of its own, first if possible, and index it only as a whole",
+        )  # fmt: skip
+
+
+def memory_of(tensor: Tensor) -> int:
+    """What tensors have in common that are views of one another; -1 for a sparse one, and inside of torch.func's transforms."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            return -1
+        return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,140 @@
+"""Operations that write in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsedp.capture.expressions import Expression
+from sparsedp.capture.forward_pass import ForwardPass
+from sparsedp.capture.history import HiddenHistory
+from sparsedp.capture.module_state import ModuleState
+from sparsedp.capture.ops.elementwise import POINTWISE
+from sparsedp.capture.ops.indexing import written_axis
+from sparsedp.capture.ops.registry import SHAPE_IN_PLACE, VALUES_IN_PLACE, plain_name
+from sparsedp.capture.results import Results
+from sparsedp.capture.tensors import KnownTensors
+from sparsedp.capture.unit_memory import UnitMemory
+from sparsedp.capture.units import Info, Mixed, UnitData
+
+RunUse = Callable[[str, Callable, tuple, dict, list[Expression]], Any]
+
+
+class Writes:
+    """Runs operations that write in place, and notes where units are afterwards. `run_use` runs one that uses a parameter."""
+
+    def __init__(
+        self,
+        current: ForwardPass,
+        known: KnownTensors,
+        state: ModuleState,
+        memory: UnitMemory,
+        history: HiddenHistory,
+        results: Results,
+        run_use: RunUse,
+    ) -> None:
+        self._current, self._known, self._state, self._memory = current, known, state, memory
+        self._history, self._results, self._run_use = history, results, run_use
+
+    def run(
+        self,
+        name: str,
+        func: Callable,
+        args: tuple,
+        kwargs: dict,
+        target: Tensor,
+        data: list[Tensor],
+        expressions: list[Expression],
+        shared: bool,
+    ) -> Any:
+        """An operation that changes `target` in place. It takes activations `data`, parameters and, if `shared`, inputs that
+        all units share."""
+        protected = self._state.whose_memory(target)
+        if protected is not None:
+            if data or shared:
+                raise self._state.refuse_write(protected)
+            return self._state.write_constants(protected, func, args, kwargs, target)
+        if expressions:
+            return self._run_with_parameters(name, func, args, kwargs, target, data, expressions)
+        before = self._known.info(target)
+        if plain_name(name) in SHAPE_IN_PLACE and isinstance(before, UnitData):
+            return self._change_shape(name, func, args, kwargs, target, before)
+        out = func(*args, **kwargs)
+        if data:
+            after = self._known[target] = self._after(name, args, kwargs, target, before, data)
+            if after != before or (not _is_placed(after) and not _writes_constants(name, target, data)):
+                self._memory.lose_aliases(target)
+            if not torch.is_grad_enabled():
+                self._history.add(target, target.grad_fn)
+        return out
+
+    def _run_with_parameters(
+        self,
+        name: str,
+        func: Callable,
+        args: tuple,
+        kwargs: dict,
+        target: Tensor,
+        data: list[Tensor],
+        expressions: list[Expression],
+    ) -> Any:
+        if any(expression.tensor is target for expression in expressions):
+            reason = "it changes a copy of the parameter in place"
+        elif not data or kwargs.get("out") is not None:
+            reason = "it writes into a tensor that is there already"
+        else:
+            return self._run_use(name, func, args, kwargs, expressions)
+        raise self._current.refuse(name, expressions[0].names, reason, "use the form that returns a new tensor")
+
+    def _change_shape(
+        self, name: str, func: Callable, args: tuple, kwargs: dict, target: Tensor, before: UnitData
+    ) -> Any:
+        """`transpose_` and the like: the same memory in another shape, followed from a view that keeps the one before."""
+        view = target.detach()
+        self._known[view] = before
+        out = func(*args, **kwargs)
+        self._known[target] = self._results.follow(plain_name(name), (view, *args[1:]), kwargs, [view], target)
+        return out
+
+    def _after(self, name: str, args: tuple, kwargs: dict, target: Tensor, before: Any, data: list[Tensor]) -> Info:
+        """Where the units are in `target` after the operation; `before` says what was known of it."""
+        written = [tensor for tensor in data if tensor is not target]
+        if name != "setitem" and plain_name(name) not in VALUES_IN_PLACE:
+            return UnitData(None)  # resize_, set_ and the like
+        if isinstance(before, UnitData) and not written and (name == "setitem" or plain_name(name) in POINTWISE):
+            return before  # a constant was written
+        if name == "setitem" and len(written) == 1 and self._is_mask_of(written[0], args[1], before):
+            return before  # a constant was written where a mask of the same units says
+        if name == "setitem" and len(written) == 1 and isinstance(args[2], Tensor) and args[2] is written[0]:
+            info = self._known[written[0]]
+            if isinstance(info, Mixed) or info.axis is None:
+                return UnitData(None)
+            axis = written_axis(target, args[1], info.axis, written[0], self._current.units)
+            fits = before is None or (isinstance(before, UnitData) and before.axis == axis)
+            return UnitData(axis if fits else None)
+        return self._results.follow(plain_name(name), args, kwargs, data, target)
+
+    def _is_mask_of(self, tensor: Tensor, index: Any, before: Any) -> bool:
+        """Whether it is the first part of an index, a mask, with its units where those of the indexed tensor are."""
+        first = index[0] if isinstance(index, tuple) and index else index
+        return tensor is first and tensor.dtype == torch.bool and self._known.get(tensor) == before
+
+    def refuse_many(self, targets: Any) -> None:
+        """Before an operation that changes many tensors in place, some of it by data of the batch."""
+        for tensor in targets:
+            protected = self._state.whose_memory(tensor)
+            if protected is not None:
+                raise self._state.refuse_write(protected)
+            self._memory.lose(tensor)
+
+
+def _writes_constants(name: str, target: Tensor, data: list[Tensor]) -> bool:
+    alone = all(tensor is target for tensor in data)
+    return alone and (name == "setitem" or plain_name(name) in VALUES_IN_PLACE)
+
+
+def _is_placed(info: Info) -> bool:
+    return isinstance(info, UnitData) and info.axis is not None
