@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture import Captured, RowSpace, TouchedRows
-from sparsedp.capture.kernels import find
+from sparsedp.kernels.loops import find
 from sparsedp.noise import Sums, zero_others
 
 

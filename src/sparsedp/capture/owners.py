@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from sparsedp.capture.kernels import squared_rows
 from sparsedp.capture.uses import Built, Linear, Lookup, ParameterUses, Use, slack
+from sparsedp.kernels.loops import squared_rows
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sparsedp.capture.kernels import squared_rows
+from sparsedp.kernels.loops import squared_rows
 
 # Elements of sums that are written out for their norm alone: best if they stay in the processor's cache.
 WRITTEN = 1 << 20

@@ -26,17 +26,17 @@ from scipy import special
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sparsedp import chacha
 from sparsedp.capture.tracking import UnitAxis
 from sparsedp.errors import SparseDPError, UnsupportedError
+from sparsedp.kernels import cipher, normals
+from sparsedp.kernels.threads import on_all_cores
 from sparsedp.noise import CHUNK, RandomKey
-from sparsedp.threads import on_all_cores
 
 # Kinds of forward passes; each has its own sequence of draws. A run that is resumed repeats its training passes, and not
 # what was counted before, or evaluated with dropout.
 TRAINING, WITHOUT_GRADIENT, COUNTING = 0, 1, 2
 # Draws begin at multiples of this many words of the stream: what the cipher makes at a time.
-_GROUP = 16 * chacha.LANES
+_GROUP = 16 * cipher.LANES
 
 
 class Draws:
@@ -64,7 +64,7 @@ class Draws:
         """`value` with probability `chance`, else 0; float32 or float64."""
 
         def fill(out: np.ndarray, key: np.ndarray, first: int) -> None:
-            chacha.fill_mask(out, chance, value, key, first)
+            normals.fill_mask(out, chance, value, key, first)
 
         return self._drawn(("mask", chance), shape, dtype, 1, fill)
 
@@ -73,7 +73,7 @@ class Draws:
         computed, bits = _computed(dtype), _mantissa(dtype)
 
         def fill(out: np.ndarray, key: np.ndarray, first: int) -> None:
-            chacha.fill_uniform(out, key, first)
+            normals.fill_uniform(out, key, first)
 
         drawn = self._drawn(("uniform",), shape, computed, computed.itemsize // 4, fill)
         return drawn if dtype == computed else drawn.mul_(2.0**bits).floor_().mul_(2.0**-bits).to(dtype)
@@ -82,7 +82,7 @@ class Draws:
         """All integers of 64 bits, int64."""
 
         def fill(out: np.ndarray, key: np.ndarray, first: int) -> None:
-            chacha.fill_words(out.view(np.uint32), key, first)
+            cipher.fill_words(out.view(np.uint32), key, first)
 
         return self._drawn(("words",), shape, torch.int64, 2, fill)
 
@@ -91,7 +91,7 @@ class Draws:
         words = 2 if dtype == torch.float64 else 1
 
         def fill(out: np.ndarray, key: np.ndarray, first: int) -> None:
-            chacha.fill_normal(out, 1.0, key, first // words)
+            normals.fill_normal(out, 1.0, key, first // words)
 
         return self._drawn(("normal",), shape, dtype, words, fill)
 

@@ -21,11 +21,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsedp.capture.kernels import group, outer_products, squared_rows, squared_sums
 from sparsedp.capture.lengths import is_range, places_of, units_by_length
 from sparsedp.capture.products import chunks, dots, inner_products, squared_products, uncertainty
 from sparsedp.capture.softmax import Softmax, merge_softmaxes
 from sparsedp.errors import SparseDPError
+from sparsedp.kernels.loops import group, outer_products, squared_rows, squared_sums
 
 # Elements that a temporary of the norm computation may have; larger ones are computed for some units at a time.
 _TEMPORARY = 1 << 24

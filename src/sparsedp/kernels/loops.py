@@ -11,7 +11,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from sparsedp.threads import on_all_cores, split
+from sparsedp.kernels.threads import on_all_cores, split
 
 LARGEST = 1e30  # norm of a unit's gradient, and of whatever it is a product of
 _COMPILED_TYPES = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
