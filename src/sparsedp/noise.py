@@ -122,24 +122,29 @@ class GaussianNoise:
         `tensors` maps a parameter's index to its sums. Nothing is rounded where there is no noise.
         """
         self._require_own_process()
+        if std == 0:
+            for sums in tensors.values():
+                zero_others(sums)
+            return
+        grid = grid_of(std)
         large: list[Callable[[], None]] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, sums in tensors.items():
-            if std == 0:
-                zero_others(sums)
-                continue
             drawn = sums.values
-            if not _in_place(sums.values):
-                drawn = sums.values.to("cpu", _drawn_dtype(sums.values))
+            count = drawn.numel()
+            if count == 0:
+                continue
+            if not _in_place(drawn):
+                drawn = drawn.to("cpu", _drawn_dtype(drawn))
                 copies.append((sums.values, drawn))
-            key = self.key.stream(step, index)
-            draws = _additions(sums, drawn, std, key)
-            if drawn.numel() < _SMALL:
+            draws = _additions(sums, drawn, std, grid, self.key.stream(step, index))
+            if count < _SMALL:
                 for draw in draws:
                     draw()
             else:
                 large += draws
-        on_all_cores(lambda task: task(), large)
+        if large:
+            on_all_cores(lambda task: task(), large)
         for tensor, drawn in copies:
             tensor.copy_(drawn)
 
@@ -148,23 +153,19 @@ class GaussianNoise:
             raise SparseDPError("This process was forked from the one that trains: both would draw the same noise.")
 
 
-def _additions(sums: Sums, drawn: torch.Tensor, std: float, key: np.ndarray) -> list[Callable[[], None]]:
-    """Adds noise to sums, which `drawn` has in memory that can be written to: the pieces of that work."""
-    grid = grid_of(std)
-    if drawn.numel() == 0:
-        return []
+def _additions(sums: Sums, drawn: torch.Tensor, std: float, grid: float, key: np.ndarray) -> list[Callable[[], None]]:
+    """Adds noise to sums, which `drawn`, not empty, has in memory that can be written to: the pieces of that work."""
     if sums.numbers is not None:
-        table, rows = drawn.view(len(drawn), -1).numpy(), sums.numbers.cpu().numpy()
-        size = max(1, CHUNK // max(1, table.shape[1]))
-        parts = (slice(first, min(first + size, len(rows))) for first in range(0, len(rows), size))
+        table, rows = drawn.view(drawn.shape[0], -1).numpy(), sums.numbers.cpu().numpy()
+        size = max(1, CHUNK // table.shape[1])
         return [
             functools.partial(
-                row_noise.add_rows, table[part], np.arange(part.stop - part.start), std, grid, key, rows=rows[part]
+                row_noise.add_rows, table[first : first + size], None, std, grid, key, rows=rows[first : first + size]
             )
-            for part in parts
+            for first in range(0, len(rows), size)
         ]
     values = drawn.view(-1).numpy()
-    width = len(values) // len(drawn) if drawn.ndim else 1
+    width = len(values) // drawn.shape[0] if drawn.ndim else 1
     offset = sums.first * width
     rows = _FIRST
     if sums.rows is not None:

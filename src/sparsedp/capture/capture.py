@@ -403,9 +403,10 @@ class Capture:
             if torch.is_grad_enabled():
                 self._watch_outputs(output)
             with torch._C.DisableTorchFunctionSubclass():
-                tensors = list(named_tensors(self._module))
+                tensors = named_tensors(self._module)
                 versions = _versions(tensors)
-                self._require_same_increments(dict(tensors))
+                if self._before:
+                    self._require_same_increments(dict(tensors))
             changed = [name for name, version in versions.items() if self._kept.get(name) != version]
             for memory, tensor in self._written.items():
                 self._held[memory] = StorageWeakRef(tensor.untyped_storage()), self._batch
@@ -475,7 +476,7 @@ class Capture:
         self._taken_out = ""
         self._held = {memory: held for memory, held in self._held.items() if not held[0].expired()}
         with torch._C.DisableTorchFunctionSubclass():
-            tensors = list(named_tensors(self._module))
+            tensors = named_tensors(self._module)
             self.require_unwritten(tensors)
             self._kept, self._storages, self._keeping = _versions(tensors), {}, []
             self._went_back = False
@@ -1238,19 +1239,21 @@ def _versions(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int
     return {name: (id(tensor), tensor._version) for name, tensor in tensors}
 
 
-def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """A module's parameters and buffers: torch's own generators take ten times as long."""
+    tensors: list[tuple[str, Tensor]] = []
     left, seen = [("", module)], set()
     while left:
         prefix, part = left.pop()
         if part in seen:
             continue
         seen.add(part)
-        for own in (part._parameters, part._buffers):
-            for name, tensor in own.items():
-                if tensor is not None:
-                    yield prefix + name, tensor
-        left += [(f"{prefix}{name}.", child) for name, child in part._modules.items() if child is not None]
+        for kind in (part._parameters, part._buffers):
+            if kind:
+                tensors += [(prefix + name, tensor) for name, tensor in kind.items() if tensor is not None]
+        if part._modules:
+            left += [(f"{prefix}{name}.", child) for name, child in part._modules.items() if child is not None]
+    return tensors
 
 
 def _captured(batch: HasUnits, uses: dict[str, list[Use]], kept: list[Kept] | None = None) -> Captured:

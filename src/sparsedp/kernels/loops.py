@@ -211,6 +211,8 @@ def claim(since: Tensor, ids: Tensor, now: int) -> tuple[Tensor, Tensor] | None:
 
 def _flat(x: Tensor) -> tuple[np.ndarray, int]:
     """x (n, d) as the memory it lies in and the distance of its rows, so that the compiler sees rows without gaps."""
+    if x.is_contiguous():
+        return x.view(-1).numpy(), x.shape[1]
     if x.stride(1) != 1 or x.stride(0) < 0:
         x = x.contiguous()
     size = (x.shape[0] - 1) * x.stride(0) + x.shape[1] if x.numel() else 0

@@ -58,17 +58,18 @@ def fill_row_words(out: np.ndarray, rows: np.ndarray, key: np.ndarray) -> None:
 
 
 def add_rows(
-    table: np.ndarray, places: np.ndarray, std: float | np.ndarray, grid: float, key: np.ndarray,
+    table: np.ndarray, places: np.ndarray | None, std: float | np.ndarray, grid: float, key: np.ndarray,
     factor: np.ndarray | None = None, rows: np.ndarray | None = None,
 ) -> None:  # fmt: skip
     """table[places[i]], of (any, dim), becomes factor[i] times itself plus what `fill_rows` would draw for rows[i].
 
-    Each element is rounded to a multiple of `grid`, a power of two. `places` (n,) are distinct; `factor` (n,) None: 1.
-    `rows` (n,) None: a place in the table is the number of its row, as it is not where `table` holds a part of the rows.
+    Each element is rounded to a multiple of `grid`, a power of two. `places` (n,) are distinct, None: all of the table's, in
+    their order; `factor` (n,) None: 1. `rows` (n,) None: a place in the table is the number of its row, as it is not where
+    `table` holds a part of the rows.
     """
     check_out(table, 2, key)
     check_grid(grid, table)
-    places = _checked_rows(places, len(table))
+    places = np.arange(len(table)) if places is None else _checked_rows(places, len(table))
     rows = _numbers(rows, places)
     factors = _scales(1.0 if factor is None else factor, rows, 1 / grid, table.dtype)
     scales = _scales(std, rows, 1 / grid, table.dtype)
@@ -137,12 +138,12 @@ def _numbers(rows: np.ndarray | None, places: np.ndarray) -> np.ndarray:
 
 def _scales(values: float | np.ndarray, rows: np.ndarray, unit: float, dtype: np.dtype) -> np.ndarray:
     """`unit` times one number for each row, or one for all."""
-    if np.shape(values) not in ((), rows.shape):
+    if isinstance(values, float) or np.ndim(values) == 0:
+        return np.full(len(rows), float(values) * unit, dtype)
+    if np.shape(values) != rows.shape:
         raise SparseDPError(
             f"std must be one number or one for each of {len(rows)} rows, not of shape {np.shape(values)}."
         )
-    if np.ndim(values) == 0:
-        return np.full(len(rows), float(values) * unit, dtype)
     return np.multiply(values, unit, dtype=np.float64).astype(dtype)
 
 
