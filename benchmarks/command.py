@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.compare import options as compare
 from benchmarks.speed import all_parts
-from benchmarks.speed.compare import options as compare
 from benchmarks.speed.console import prepare_output
 from benchmarks.speed.parts import PARTS, options_of, plots_of
 from sparsedp.cli.main import run_command

@@ -47,9 +47,8 @@ def prepare_output(args: argparse.Namespace) -> None:
         args.plots.mkdir(parents=True, exist_ok=True)
 
 
-def milliseconds(timing: dict[str, float], decimals: int = 1) -> str:
-    best, median, spread = (f"{1e3 * timing[name]:.{decimals}f}" for name in ("best", "median", "spread"))
-    return f"{best} / {median} ± {spread}"
+def milliseconds(timing: dict[str, float]) -> str:
+    return f"{1e3 * timing['best']:.1f} / {1e3 * timing['median']:.1f} ± {1e3 * timing['spread']:.1f}"
 
 
 def megabytes(row: Mapping[str, Any], key: str = "memory") -> str:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from benchmarks.command import main
-from benchmarks.speed.compare import measure
-from benchmarks.speed.compare.measure import Worker, bench_compare, checked_out, spread
-from benchmarks.speed.compare.problem import VARIANTS, Problem
-from benchmarks.speed.compare.worker import answer, make_steps
+from benchmarks.compare import measure
+from benchmarks.compare.measure import Worker, bench_compare, checked_out, spread
+from benchmarks.compare.problem import VARIANTS, Problem
+from benchmarks.compare.worker import answer, make_steps
 from benchmarks.speed.processes import ROOT
 
 from sparsedp.errors import SparseDPError
@@ -54,6 +54,7 @@ def test_this_tree_against_its_own_commit(
     assert [row["variant"] for row in result["rows"]] == list(dict.fromkeys(["plain", mechanism]))
     for row in result["rows"]:
         assert row["ratio_of_best"] == row["this"]["best"] / row["base"]["best"] > 0
+        assert row["processor"]["this"] > 0 < row["processor"]["base"]
         for ratio in (row["ratio"], row["processor_ratio"]):
             assert 0 < ratio["lower"] <= ratio["median"] <= ratio["upper"]
     assert mechanism in capsys.readouterr().out
@@ -103,7 +104,7 @@ def test_the_checkout_goes_also_after_an_error() -> None:
 def test_what_cannot_be_compared_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SparseDPError, match="failed"), checked_out("no-such-revision"):
         pass
-    assert main(["compare", "--base=HEAD", "--part=tied", "--mechanism=eana"]) == 1
+    assert main(["compare", "--base=HEAD", "--part=tied", "--mechanism=eana"]) == 2
     assert "tied has no variant 'eana'" in "".join(capsys.readouterr())
     with (
         Worker(Problem("vocabulary", ("no-such-variant",), batch=2, rows=10), ROOT / "src") as worker,

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.speed.compare.worker PROBLEM`: takes steps on request, with whichever package is in its path.
+"""`python -m benchmarks.compare.worker PROBLEM`: takes steps on request, with whichever package is in its path.
 
 Its input is lines of a variant and a number of steps; it answers each with a line of JSON: the seconds of every step, and of
 the processor over all of them. The models are those of the benchmarks beside this file, which use the public surface alone.
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import sparsedp
-from benchmarks.speed.compare.problem import PLAIN, Problem
+from benchmarks.compare.problem import PLAIN, Problem
 from benchmarks.speed.steps import Workload, plain_step, private_step
 from benchmarks.speed.timing import Stopwatch
 

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
-from benchmarks.speed.compare.problem import Problem
+from benchmarks.compare.problem import Problem
 from benchmarks.speed.machine import machine
 from benchmarks.speed.processes import ROOT
 from benchmarks.speed.timing import Timing
@@ -63,6 +63,7 @@ def _compare(variant: str, workers: dict[str, Worker], repeats: int) -> dict[str
         **{name: timing.to_dict() for name, timing in timings.items()},
         "ratio_of_best": timings["this"].best / timings["base"].best,
         "ratio": spread([sum(turn["this"]["seconds"]) / sum(turn["base"]["seconds"]) for turn in turns]),
+        "processor": {name: min(turn[name]["processor"] for turn in turns) / count for name in workers},  # of a step
         "processor_ratio": spread([turn["this"]["processor"] / turn["base"]["processor"] for turn in turns]),
     }
 
@@ -113,7 +114,7 @@ class Worker:
 
     def __enter__(self) -> Worker:
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(self._package), str(ROOT)])}
-        command = [sys.executable, "-m", "benchmarks.speed.compare.worker", json.dumps(asdict(self._problem))]
+        command = [sys.executable, "-m", "benchmarks.compare.worker", json.dumps(asdict(self._problem))]
         self._errors: IO[str] = tempfile.TemporaryFile("w+")
         self._process = subprocess.Popen(
             command, env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
