@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.compare import options as compare
 from benchmarks.speed import all_parts
 from benchmarks.speed.console import prepare_output
 from benchmarks.speed.parts import PARTS, options_of, plots_of
@@ -29,6 +30,9 @@ def make_parser() -> argparse.ArgumentParser:
     page = commands.add_parser("page", help="plots and pages of a results.json again, without a measurement")
     all_parts.add_page_arguments(page)
     page.set_defaults(run=all_parts.run_page)
+    other = commands.add_parser("compare", help="this tree against another revision, in steps that take turns")
+    compare.add_arguments(other)
+    other.set_defaults(run=compare.run)
     for name, summary in PARTS.items():
         part = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         options_of(name).add_arguments(part)

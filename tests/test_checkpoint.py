@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import sparsedp
-from sparsedp import CheckpointError, SparseDPError, checkpoint, mapped
+from sparsedp import CheckpointError, SparseDPError, checkpoint
+from sparsedp.kernels import mapped
 from support import Clicks, clicks, loader_of, make_private
 
 

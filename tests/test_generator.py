@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sparsedp import chacha, generator
+from sparsedp import generator
 from sparsedp.errors import SparseDPError
 from sparsedp.generator import CipherGenerator
 from sparsedp.grid import grid_of, round_to
+from sparsedp.kernels import normals
 from sparsedp.noise import RandomKey
 
 N = 200_000
@@ -207,7 +208,7 @@ def test_many_normals_are_those_of_one_thread() -> None:
     g = cipher()
     g.standard_normal(77)
     parts = np.empty(200_077)
-    chacha.fill_normal(parts, 1.0, g._key)
+    normals.fill_normal(parts, 1.0, g._key)
     assert np.array_equal(g.standard_normal(200_000), parts[77:])
 
 
@@ -216,7 +217,7 @@ def test_paths_have_streams_of_their_own() -> None:
     drawn = [key.generator(*path).words(4).tolist() for path in ((), (0,), (1,), (0, 0), (0, 1))]
     assert len({tuple(words) for words in drawn}) == 5
     normal = np.empty(8)
-    chacha.fill_normal(normal, 1.0, key.stream(0))
+    normals.fill_normal(normal, 1.0, key.stream(0))
     assert not np.array_equal(key.generator(0).standard_normal(8), normal)  # nor those of the noise
 
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import sparsedp
-from sparsedp import chacha
 from sparsedp.grid import grid_of, round_to
+from sparsedp.kernels import normals
 from sparsedp.noise import GaussianNoise, RandomKey, Sums, zero_others
 from support import loader_of
 
@@ -365,7 +365,7 @@ def test_a_sum_moves_every_cell_by_what_it_is() -> None:
     hits = []
     for shift in (0.0, 0.37 * grid, 1e-3 * grid):
         out = np.full(count, shift, np.float32)
-        chacha.add_normal(out, std, grid, RandomKey.from_seed(9).stream(), 0, count, np.zeros(1, np.int64))
+        normals.add_normal(out, std, grid, RandomKey.from_seed(9).stream(), 0, count, np.zeros(1, np.int64))
         steps = np.rint(out / grid).astype(np.int64)
         hits.append(np.bincount(np.clip(steps, -300, 300) + 300, minlength=601)[1:-1])
         edges = (np.arange(-300, 300) + 0.5) * grid - shift
@@ -385,7 +385,7 @@ def words_above(edge: float, radius: float, std: float, rounded: bool) -> float:
         begin, end = 0, 1 << 29
         while begin < end:
             middle = (begin + end) // 2
-            cosine, own = chacha._circle(np.uint32(middle))
+            cosine, own = normals._circle(np.uint32(middle))
             point = own if sine else cosine
             value = np.float64(std * np.float64(radius * point)) if rounded else scale * np.float64(point)
             if (value >= edge) == sine:

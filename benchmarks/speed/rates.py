@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.speed.work import FLOAT, Product, Work
-from sparsedp.capture.kernels import move_rows
+from sparsedp.kernels.loops import move_rows
+from sparsedp.kernels.threads import on_all_cores, split
 from sparsedp.noise import GaussianNoise, RandomKey
-from sparsedp.threads import on_all_cores, split
 
 _FEWEST = 5  # repeats of anything
 _SHORTEST = 1e-3  # seconds: what takes less is done several times in a row

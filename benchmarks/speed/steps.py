@@ -18,7 +18,6 @@ from sparsedp.engine import PrivacyEngine
 from sparsedp.mechanisms import AdaFEST, Mechanism
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.sampling import BatchInfo
-from sparsedp.tables import find_tables
 
 NOISE_RATIO = 5.0  # of AdaFEST's map and gradient
 
@@ -110,9 +109,10 @@ def private_run(
         watch.lap()
 
     def wait(count: int) -> None:
-        tables = find_tables(module)
+        lookups = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
+        tables = {id(part.weight) for part in lookups}
         # The noise of the layers' matrices would take most of the time.
-        matrices = [p for name, p in module.named_parameters() if name not in tables and p.ndim > 1]
+        matrices = [p for p in module.parameters() if id(p) not in tables and p.ndim > 1]
         for parameter in matrices:
             parameter.requires_grad_(False)
         for _ in range(count):

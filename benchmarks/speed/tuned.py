@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from benchmarks.speed.steps import Workload
 from benchmarks.speed.timing import Stopwatch
-from sparsedp.capture.kernels import move_rows
 from sparsedp.capture.rows import RowSpace, TouchedRows
 from sparsedp.capture.uses import Lookup, ParameterUses
+from sparsedp.kernels.loops import move_rows
 
 _RATE = 0.01
 

@@ -22,7 +22,7 @@ from torch import nn
 
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.errors import CheckpointError, one_line
-from sparsedp.mapped import PIECE, copy_mapped
+from sparsedp.kernels.mapped import PIECE, copy_mapped
 from sparsedp.plan import PrivacyPlan
 from sparsedp.preparation import Prepared
 from sparsedp.sampling import PrivateLoader

@@ -16,8 +16,9 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from sparsedp.capture import Captured, RowSpace, kernels
+from sparsedp.capture import Captured, RowSpace
 from sparsedp.errors import SparseDPWarning
+from sparsedp.kernels import loops
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Contribution:
 
     def sums(self, units: Tensor, at: Tensor, many: int, places: int) -> Tensor:
         """What `many` units add to each of the `places`, (places,) float64: unit units[k] touches at[k]; pairs are distinct."""
-        if kernels.compiled(units, at):
+        if loops.compiled(units, at):
             return torch.from_numpy(_sums(units.numpy(), at.numpy(), self.sensitivity, many, places))
         shares = self.shares(torch.bincount(units, minlength=many))
         return torch.zeros(places, dtype=torch.float64, device=at.device).index_add_(0, at, shares[units])
@@ -109,7 +110,7 @@ def contribution_map(
     all_rows, all_values = [], []
     for captured in batch:
         rows, units, at = touched_pairs(captured, space)
-        kept = None if within is None else kernels.find(within, rows) >= 0
+        kept = None if within is None else loops.find(within, rows) >= 0
         if kept is not None:
             inside = kept[at]
             units, at = units[inside], at[inside]

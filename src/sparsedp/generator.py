@@ -1,7 +1,7 @@
 """Random numbers of every law that a private path draws, all of them from the stream cipher under a secret key.
 
 numpy's and torch's generators can be run backwards from a few of their outputs, so that whoever sees some of the noise can
-subtract all of it. A stream cipher cannot: what it gives out tells nothing about the rest (`sparsedp.chacha`).
+subtract all of it. A stream cipher cannot: what it gives out tells nothing about the rest (`kernels.cipher`).
 
 Each number is made of 64 bits of the stream. Where a law has a tail, all of them count there: an exponential number lies
 between 2^-65 and 45.05, and one of the true law lies outside with probability 2^-64. Integers, permutations and samples have
@@ -15,9 +15,9 @@ import math
 import numpy as np
 from numba import float64, njit, uint64
 
-from sparsedp import chacha
 from sparsedp.errors import SparseDPError
-from sparsedp.threads import on_all_cores
+from sparsedp.kernels import cipher, normals
+from sparsedp.kernels.threads import on_all_cores
 
 # Numbers that one thread draws at a time, and how many it takes for several threads to be worth it.
 _CHUNK, _MANY = 1 << 15, 1 << 17
@@ -45,7 +45,7 @@ class CipherGenerator:
     def words(self, count: int) -> np.ndarray:
         """Uniform uint64, (count,)."""
         out = np.empty(2 * count, np.uint32)
-        chacha.fill_words(out, self._key, self._words)
+        cipher.fill_words(out, self._key, self._words)
         self._words += 2 * count
         return out.view(np.uint64)
 
@@ -54,13 +54,13 @@ class CipherGenerator:
         return ((self.words(_count(size)) >> np.uint64(11)) * 2.0**-53).reshape(size)
 
     def standard_normal(self, size: Size) -> np.ndarray:
-        """N(0, 1), float64; as far as 9.49 (`sparsedp.chacha`)."""
+        """N(0, 1), float64; as far as 9.49 (`kernels.normals`)."""
         out = np.empty(_count(size))
         first = self._normals
         self._normals += out.size
 
         def draw(begin: int) -> None:
-            chacha.fill_normal(out[begin : begin + step], 1.0, self._key, first + begin)
+            normals.fill_normal(out[begin : begin + step], 1.0, self._key, first + begin)
 
         step = out.size if out.size < _MANY else _CHUNK
         on_all_cores(draw, range(0, out.size, max(1, step)))

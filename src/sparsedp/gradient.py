@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture import Captured, RowSpace, TouchedRows
-from sparsedp.capture.kernels import find
+from sparsedp.kernels.loops import find
 from sparsedp.noise import Sums, zero_others
 
 
@@ -48,7 +48,7 @@ class NoisyGradient:
         kinds = dict.fromkeys((parameters[name].dtype, parameters[name].device) for name in rows)
         for dtype, device in kinds:
             alike = [name for name in rows if (parameters[name].dtype, parameters[name].device) == (dtype, device)]
-            sizes = [rows[name].numel() * parameters[name][:1].numel() for name in alike]
+            sizes = [rows[name].numel() * parameters[name].shape[1:].numel() for name in alike]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
             for name, part in zip(alike, flat.split(sizes)):
                 self.values[name] = part.view(rows[name].numel(), *parameters[name].shape[1:])
@@ -56,8 +56,7 @@ class NoisyGradient:
     @property
     def sums(self) -> dict[int, Sums]:
         """What noise is to be added to, when all physical batches have been added, each under an index of its own."""
-        nothing = torch.empty(0, dtype=torch.long)
-        dense = {i: Sums(self.values[name], self._held.get(name, nothing)) for name, i in self._index.items()}
+        dense = {i: Sums(self.values[name], self._held.get(name, _NO_ROWS)) for name, i in self._index.items()}
         rows = self.selection or {}
         return dense | {i: Sums(self.values[name], numbers=rows[name]) for name, i in self._selected.items()}
 
@@ -65,7 +64,7 @@ class NoisyGradient:
         """Sets to zero what is about to get its first sum: some rows (ascending), or with None all of them."""
         if name not in self._index:
             return
-        values, held = self.values[name], self._held.get(name, torch.empty(0, dtype=torch.long))
+        values, held = self.values[name], self._held.get(name, _NO_ROWS)
         if held is None:
             return
         if rows is None:
@@ -102,6 +101,9 @@ class NoisyGradient:
                 total = uses.weighted_sum(mine, self._parameters[name].shape)
                 assert isinstance(total, Tensor)  # uses by lookups alone are in `touched`
                 out.add_(total[rows])
+
+
+_NO_ROWS = torch.empty(0, dtype=torch.long)
 
 
 def _kept_buffer(kept: dict[str, Tensor], name: str, parameter: Tensor) -> Tensor:

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sparsedp import chacha
 from sparsedp.errors import SparseDPError
 from sparsedp.generator import CipherGenerator, exponentials
 from sparsedp.grid import grid_of, round_to
-from sparsedp.threads import on_all_cores
+from sparsedp.kernels import cipher, normals, row_noise
+from sparsedp.kernels.threads import on_all_cores
 
 # Elements that one thread draws at a time.
 CHUNK = 1 << 18
@@ -60,11 +60,11 @@ class RandomKey:
 
     def generator(self, *path: int) -> CipherGenerator:
         """Random numbers of any law, from a stream of their own."""
-        return CipherGenerator(chacha.stream_key(self._derive(b"generator", path, 32)))
+        return CipherGenerator(cipher.stream_key(self._derive(b"generator", path, 32)))
 
     def stream(self, *path: int) -> np.ndarray:
-        """A key of its own for `sparsedp.chacha`, (8,) uint32."""
-        return chacha.stream_key(self._derive(b"chacha", path, 32))
+        """A key of its own for `kernels.cipher`, (8,) uint32."""
+        return cipher.stream_key(self._derive(b"chacha", path, 32))
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class GaussianNoise:
     """Independent normal noise for the tensors of one step, drawn on all cores.
 
     Every element's noise is a function of the key, the step, the tensor's index, the number of the row and the column alone,
-    by ChaCha8 (`sparsedp.chacha`), so that it does not matter who draws it, nor for which rows besides. All rows of a tensor
+    by ChaCha8 (`kernels.cipher`), so that it does not matter who draws it, nor for which rows besides. All rows of a tensor
     are one sequence; selected rows have streams of their own, so that those between them need not be drawn.
     It is drawn on the CPU in float32, or float64 for such tensors, and copied where that is not theirs.
     """
@@ -107,7 +107,7 @@ class GaussianNoise:
                 copies.append((tensor, drawn))
             values, key = drawn.view(-1).numpy(), self.key.stream(step, index)
             for first in range(0, len(values), CHUNK):
-                draw = functools.partial(chacha.fill_normal, values[first : first + CHUNK], std, key, first)
+                draw = functools.partial(normals.fill_normal, values[first : first + CHUNK], std, key, first)
                 if len(values) < _SMALL:
                     draw()
                 else:
@@ -122,24 +122,29 @@ class GaussianNoise:
         `tensors` maps a parameter's index to its sums. Nothing is rounded where there is no noise.
         """
         self._require_own_process()
+        if std == 0:
+            for sums in tensors.values():
+                zero_others(sums)
+            return
+        grid = grid_of(std)
         large: list[Callable[[], None]] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for index, sums in tensors.items():
-            if std == 0:
-                zero_others(sums)
-                continue
             drawn = sums.values
-            if not _in_place(sums.values):
-                drawn = sums.values.to("cpu", _drawn_dtype(sums.values))
+            count = drawn.numel()
+            if count == 0:
+                continue
+            if not _in_place(drawn):
+                drawn = drawn.to("cpu", _drawn_dtype(drawn))
                 copies.append((sums.values, drawn))
-            key = self.key.stream(step, index)
-            draws = _additions(sums, drawn, std, key)
-            if drawn.numel() < _SMALL:
+            draws = _additions(sums, drawn, std, grid, self.key.stream(step, index))
+            if count < _SMALL:
                 for draw in draws:
                     draw()
             else:
                 large += draws
-        on_all_cores(lambda task: task(), large)
+        if large:
+            on_all_cores(lambda task: task(), large)
         for tensor, drawn in copies:
             tensor.copy_(drawn)
 
@@ -148,23 +153,19 @@ class GaussianNoise:
             raise SparseDPError("This process was forked from the one that trains: both would draw the same noise.")
 
 
-def _additions(sums: Sums, drawn: torch.Tensor, std: float, key: np.ndarray) -> list[Callable[[], None]]:
-    """Adds noise to sums, which `drawn` has in memory that can be written to: the pieces of that work."""
-    grid = grid_of(std)
-    if drawn.numel() == 0:
-        return []
+def _additions(sums: Sums, drawn: torch.Tensor, std: float, grid: float, key: np.ndarray) -> list[Callable[[], None]]:
+    """Adds noise to sums, which `drawn`, not empty, has in memory that can be written to: the pieces of that work."""
     if sums.numbers is not None:
-        table, rows = drawn.view(len(drawn), -1).numpy(), sums.numbers.cpu().numpy()
-        size = max(1, CHUNK // max(1, table.shape[1]))
-        parts = (slice(first, min(first + size, len(rows))) for first in range(0, len(rows), size))
+        table, rows = drawn.view(drawn.shape[0], -1).numpy(), sums.numbers.cpu().numpy()
+        size = max(1, CHUNK // table.shape[1])
         return [
             functools.partial(
-                chacha.add_rows, table[part], np.arange(part.stop - part.start), std, grid, key, rows=rows[part]
+                row_noise.add_rows, table[first : first + size], None, std, grid, key, rows=rows[first : first + size]
             )
-            for part in parts
+            for first in range(0, len(rows), size)
         ]
     values = drawn.view(-1).numpy()
-    width = len(values) // len(drawn) if drawn.ndim else 1
+    width = len(values) // drawn.shape[0] if drawn.ndim else 1
     offset = sums.first * width
     rows = _FIRST
     if sums.rows is not None:
@@ -172,7 +173,9 @@ def _additions(sums: Sums, drawn: torch.Tensor, std: float, key: np.ndarray) -> 
     else:  # all rows with sums are one long row, which begins before this part
         width = offset + len(values)
     return [
-        functools.partial(chacha.add_normal, values[first : first + CHUNK], std, grid, key, offset + first, width, rows)
+        functools.partial(
+            normals.add_normal, values[first : first + CHUNK], std, grid, key, offset + first, width, rows
+        )
         for first in range(0, len(values), CHUNK)
     ]
 
@@ -228,21 +231,21 @@ def _draw_blocks(
 def one_normal_each(key: RandomKey, rows: np.ndarray) -> np.ndarray:
     """A standard normal number for each row, float32 (n,): a function of the key and the row's number alone."""
     out = np.empty((len(rows), 1), np.float32)
-    chacha.fill_rows(out, rows, 1.0, key.stream())
+    row_noise.fill_rows(out, rows, 1.0, key.stream())
     return out[:, 0]
 
 
 def one_gumbel_each(key: RandomKey, rows: np.ndarray) -> np.ndarray:
     """A Gumbel number for each row, float64 (n,), likewise."""
     words = np.empty(len(rows), np.uint64)
-    chacha.fill_row_words(words, rows, key.stream())
+    row_noise.fill_row_words(words, rows, key.stream())
     return -np.log(exponentials(words))
 
 
 def row_normals(key: RandomKey, rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Standard normals for rows of the table `like`, (n, ...): a function of the key, each row's number and the column."""
     out = torch.empty(rows.numel(), like.shape[1:].numel(), dtype=_drawn_dtype(like))
-    chacha.fill_rows(out.numpy(), rows.cpu().numpy(), 1.0, key.stream())
+    row_noise.fill_rows(out.numpy(), rows.cpu().numpy(), 1.0, key.stream())
     return out.to(like).view(rows.numel(), *like.shape[1:])
 
 
@@ -262,7 +265,7 @@ def add_row_normals(
     if _in_place(table):
         places = rows.numpy()
         numbers = places + first if first else None
-        chacha.add_rows(table.view(len(table), -1).numpy(), places, std, grid, key.stream(), factor, numbers)
+        row_noise.add_rows(table.view(len(table), -1).numpy(), places, std, grid, key.stream(), factor, numbers)
         torch.autograd.graph.increment_version(table)
         return
     wide = table[rows].double() * _column(1.0 if factor is None else factor, table)
@@ -273,7 +276,7 @@ def move_row_pairs(
     keys: tuple[RandomKey, RandomKey], table: torch.Tensor, other: torch.Tensor, rows: torch.Tensor, drift: np.ndarray,
     std: np.ndarray, grids: tuple[float, float], shift: torch.Tensor | None = None, first: int = 0,
 ) -> None:  # fmt: skip
-    """Rows of two tables of one shape, moved by noise that they share: see `chacha.move_pairs`.
+    """Rows of two tables of one shape, moved by noise that they share: see `row_noise.move_pairs`.
 
     The numbers of the rows are `first` + rows.
     """
@@ -281,7 +284,7 @@ def move_row_pairs(
         one, two = (tensor.view(len(tensor), -1).numpy() for tensor in (table, other))
         shifts = None if shift is None else shift.reshape(len(rows), -1).numpy()
         streams, places = (keys[0].stream(), keys[1].stream()), rows.numpy()
-        chacha.move_pairs(one, two, places, drift, std, shifts, grids, streams, places + first if first else None)
+        row_noise.move_pairs(one, two, places, drift, std, shifts, grids, streams, places + first if first else None)
         for tensor in (table, other):
             torch.autograd.graph.increment_version(tensor)
         return

@@ -185,7 +185,7 @@ class PrivateOptimizer(Optimizer):
             raise UnsupportedError("A closure would evaluate the loss several times in one step. Call step() without.")
         batch = self._next_batch()
         with unguarded():
-            tensors = list(named_tensors(self._module))
+            tensors = named_tensors(self._module)
         self._refuse_ordinary_gradients(tensors)
         with self.stage("collect"):
             captured = self._capture.collect(tensors)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from sparsedp.errors import CheckpointError, ConfigError
-from sparsedp.mapped import PIECE
+from sparsedp.kernels.mapped import PIECE
 
 _SHORTEST = 16  # bytes of a key
 

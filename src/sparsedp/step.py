@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Captured, RowNorms, RowSpace, TouchedRows
-from sparsedp.capture.kernels import LARGEST
 from sparsedp.contribution import touched_rows
 from sparsedp.errors import NonFiniteGradientError
 from sparsedp.gradient import NoisyGradient
+from sparsedp.kernels.loops import LARGEST
 from sparsedp.mechanisms.base import Step
 from sparsedp.noise import SELECTION, GaussianNoise
 from sparsedp.plan import PrivacyPlan

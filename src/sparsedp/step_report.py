@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture import RowSpace
-from sparsedp.capture.kernels import find
+from sparsedp.kernels.loops import find
 from sparsedp.tables import TableSpec
 
 

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import sparsedp
-from sparsedp import SparseDPError, UnitsMixedError, UnsupportedError, chacha
+from sparsedp import SparseDPError, UnitsMixedError, UnsupportedError
 from sparsedp.capture import Capture, Draws, RepeatedDraws, Replaced
 from sparsedp.capture.global_generators import GlobalGenerators
 from sparsedp.capture.names import operation_name
 from sparsedp.capture.randomness import may_draw
 from sparsedp.capture.units import UnitAxis
+from sparsedp.kernels import cipher, normals
 from sparsedp.noise import RandomKey
 from support import Apply, batch_of, clicks, dense, loader_of, make_private, train, unit_loss
 
@@ -418,7 +419,7 @@ def test_large_masks_are_drawn_in_parts_that_fit_together() -> None:
     key = RandomKey.from_seed(0).stream(0, 0, 0)
     mask = draws().mask((count,), 0.3, 2.0, torch.float32).numpy()
     words = np.empty(2 * count, np.uint32)
-    chacha.fill_words(words, key)
+    cipher.fill_words(words, key)
     assert np.array_equal(mask, np.where(words[:count] < round(0.3 * 2**32), np.float32(2), np.float32(0)))
     assert np.array_equal(draws().uniform((count,), torch.float32).numpy(), (words[:count] >> 8) * np.float32(2**-24))
     pairs = words.reshape(-1, 2).astype(np.uint64)
@@ -427,7 +428,7 @@ def test_large_masks_are_drawn_in_parts_that_fit_together() -> None:
     for law in (torch.float32, torch.float64):
         normals = draws().standard_normal((count,), law).numpy()
         alone = np.empty(count, normals.dtype)
-        chacha.fill_normal(alone, 1.0, key)
+        normals.fill_normal(alone, 1.0, key)
         assert np.array_equal(normals, alone)
 
 
@@ -443,13 +444,13 @@ def test_masks_that_cannot_be_drawn_are_refused() -> None:
     key, out = RandomKey.from_seed(0).stream(), np.empty(3, np.float32)
     for wrong in (-0.1, 1.1, math.nan):
         with pytest.raises(SparseDPError, match="probability"):
-            chacha.fill_mask(out, wrong, 1.0, key)
+            normals.fill_mask(out, wrong, 1.0, key)
     with pytest.raises(SparseDPError, match="counted"):
-        chacha.fill_mask(out, 0.5, 1.0, key, -1)
+        normals.fill_mask(out, 0.5, 1.0, key, -1)
     with pytest.raises(SparseDPError, match="counted"):
-        chacha.fill_uniform(out, key, -1)
+        normals.fill_uniform(out, key, -1)
     with pytest.raises(SparseDPError, match="float32 or float64"):
-        chacha.fill_uniform(np.empty(3, np.int64), key)
+        normals.fill_uniform(np.empty(3, np.int64), key)
 
 
 # ---------------------------------------------------------------------- what is not seen is refused

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from neighbours import largest_influence
-from sparsedp.capture import ParameterUses, kernels
+from sparsedp.capture import ParameterUses
 from sparsedp.capture import products as products_module
 from sparsedp.capture.lengths import is_range, places_of, units_by_length
 from sparsedp.capture.products import inner_products, squared_products
 from sparsedp.capture.uses import Linear, Lookup, logit_gradients
 from sparsedp.clipping import Clipping
+from sparsedp.kernels import loops
 from sparsedp.nn import sequence_loss, table_softmax_loss
 from support import Apply, assert_exact, capture_uses
 
@@ -257,19 +258,19 @@ def test_no_unit_by_rows_by_dim(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("weighted", [True, False])
 def test_squared_sums(with_compiler: bool, weighted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not with_compiler:
-        monkeypatch.setattr(kernels, "compiled", lambda *tensors: False)
+        monkeypatch.setattr(loops, "compiled", lambda *tensors: False)
     torch.manual_seed(0)
     keys = torch.randint(5, (30,))
     grad, source = torch.randn(9, 4), torch.randint(9, (30,))
     weight = torch.randn(30) if weighted else None
-    distinct, begin, order = kernels.group(keys)
+    distinct, begin, order = loops.group(keys)
     values = grad[source] * (1 if weight is None else weight[:, None])
     wanted = torch.stack([values[keys == key].double().sum(0).square().sum() for key in distinct])
-    found = kernels.squared_sums(begin[:-1], begin[1:], order + 3, 3, grad, source, weight)
+    found = loops.squared_sums(begin[:-1], begin[1:], order + 3, 3, grad, source, weight)
     torch.testing.assert_close(found, wanted)
     some = torch.tensor([3, 0])
-    found = kernels.squared_sums(begin[some], begin[some + 1], order, 0, grad, source, weight)
+    found = loops.squared_sums(begin[some], begin[some + 1], order, 0, grad, source, weight)
     torch.testing.assert_close(found, wanted[some])
     none = torch.empty(0, dtype=torch.long)
-    _, begin, order = kernels.group(none)
-    assert kernels.squared_sums(begin[:-1], begin[1:], order, 0, grad[:0], None, None).shape == (0,)
+    _, begin, order = loops.group(none)
+    assert loops.squared_sums(begin[:-1], begin[1:], order, 0, grad[:0], None, None).shape == (0,)

@@ -10,16 +10,17 @@ import torch
 from torch import nn
 
 import sparsedp
-from sparsedp.capture import RowNorms, RowSpace, TouchedRows, kernels
+from sparsedp.capture import RowNorms, RowSpace, TouchedRows
 from sparsedp.capture.uses import Lookup, ParameterUses
 from sparsedp.contribution import Contribution
+from sparsedp.kernels import loops
 from support import loader_of
 
 
 @pytest.fixture(params=["compiled", "torch"])
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "torch":
-        monkeypatch.setattr(kernels, "compiled", lambda *tensors: False)
+        monkeypatch.setattr(loops, "compiled", lambda *tensors: False)
     yield request.param
 
 
@@ -32,7 +33,7 @@ def generator() -> torch.Generator:
 def test_group(size: int, largest: int) -> None:
     keys = torch.randint(largest, (size,), generator=generator())
     keys[-1] = keys[0]
-    distinct, begin, order = kernels.group(keys)
+    distinct, begin, order = loops.group(keys)
     assert torch.equal(distinct, torch.unique(keys))
     assert sorted(order.tolist()) == list(range(size))
     for row, (first, last) in enumerate(zip(begin.tolist(), begin.tolist()[1:])):
@@ -41,7 +42,7 @@ def test_group(size: int, largest: int) -> None:
 
 
 def test_group_of_nothing() -> None:
-    distinct, begin, order = kernels.group(torch.empty(0, dtype=torch.long))
+    distinct, begin, order = loops.group(torch.empty(0, dtype=torch.long))
     assert distinct.numel() == order.numel() == 0 and begin.tolist() == [0]
 
 
@@ -50,7 +51,7 @@ def test_find(path: str, size: int) -> None:
     ascending = torch.randint(1000, (size,), generator=generator()).unique()
     for wanted in (torch.arange(0, 1000, 3), torch.tensor([4]), torch.empty(0, dtype=torch.long), ascending):
         places = {int(value): place for place, value in enumerate(ascending)}
-        assert kernels.find(ascending, wanted).tolist() == [places.get(int(value), -1) for value in wanted]
+        assert loops.find(ascending, wanted).tolist() == [places.get(int(value), -1) for value in wanted]
 
 
 @pytest.mark.parametrize("width", [1, 16, 200])
@@ -59,8 +60,8 @@ def test_squared_rows(path: str, width: int) -> None:
     wide[3], wide[4], wide[5] = 1e-30, 1e25, 2e30  # squares beyond float32, and more than is permitted
     for x in (wide[:, 7 : 7 + width], wide[:, :width].contiguous(), wide.T[:30, :1].T, wide[:0, :width]):
         expected = x.double().square().sum(1)
-        expected[expected > kernels.LARGEST**2] = torch.inf
-        torch.testing.assert_close(kernels.squared_rows(x), expected, rtol=1e-6, atol=0)
+        expected[expected > loops.LARGEST**2] = torch.inf
+        torch.testing.assert_close(loops.squared_rows(x), expected, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -75,28 +76,28 @@ def test_squared_rows_of_each(path: str, dtype: torch.dtype) -> None:
         [part[::2] for part in parts], [parts[0][::2], parts[1][:150]], [part[:0] for part in parts],
         [*parts, torch.ones(300, 1, dtype=dtype).expand(300, 7)], [part.float() for part in parts], [wide[:, :0]] * 2,
     ):  # fmt: skip
-        expected = torch.stack([kernels.squared_rows(tensor.clone()) for tensor in tensors])
+        expected = torch.stack([loops.squared_rows(tensor.clone()) for tensor in tensors])
         torch.testing.assert_close(
-            kernels.squared_rows_of_each(list(tensors)), expected, rtol=1e-6, atol=0, equal_nan=True
+            loops.squared_rows_of_each(list(tensors)), expected, rtol=1e-6, atol=0, equal_nan=True
         )
     with pytest.raises(RuntimeError):
-        kernels.squared_rows_of_each([parts[0], parts[1][:200]])
+        loops.squared_rows_of_each([parts[0], parts[1][:200]])
 
 
 def test_numbered(path: str) -> None:
-    assert kernels.numbered(torch.tensor([0, 2, 2, 5])).tolist() == [0, 0, 2, 2, 2]
-    assert kernels.numbered(torch.tensor([0])).tolist() == []
+    assert loops.numbered(torch.tensor([0, 2, 2, 5])).tolist() == [0, 0, 2, 2, 2]
+    assert loops.numbered(torch.tensor([0])).tolist() == []
 
 
 def test_in_slots(path: str) -> None:
     ids = torch.randint(6, (40,), generator=generator())
     used = (ids > 0).nonzero().squeeze(1)  # the rest is padding
-    rows, begin, order = kernels.group(ids[used])
+    rows, begin, order = loops.group(ids[used])
     slots = torch.tensor([0, -1, 3, -1, 1])
     expected = [row > 0 and bool(slots[row - 1] >= 0) for row in ids.tolist()]
-    assert rows.tolist() == [1, 2, 3, 4, 5] and kernels.in_slots(slots, begin, used[order], 40).tolist() == expected
+    assert rows.tolist() == [1, 2, 3, 4, 5] and loops.in_slots(slots, begin, used[order], 40).tolist() == expected
     none = torch.empty(0, dtype=torch.long)
-    assert kernels.in_slots(none, torch.zeros(1, dtype=torch.long), none, 3).tolist() == [False] * 3
+    assert loops.in_slots(none, torch.zeros(1, dtype=torch.long), none, 3).tolist() == [False] * 3
 
 
 @pytest.mark.parametrize("clip", [0.3, 1.0, 1.5, 100.0])
@@ -116,7 +117,7 @@ def test_outer_products(path: str, rows: int, height: int, width: int) -> None:
     a = torch.randn(2 * rows, height, generator=generator())[::2]
     b = torch.randn(width, rows, generator=generator()).T
     expected = torch.einsum("ni,nj->nij", a, b).reshape(rows, height * width)
-    assert torch.equal(kernels.outer_products(a, b), expected)
+    assert torch.equal(loops.outer_products(a, b), expected)
 
 
 def test_add_rows(path: str) -> None:
@@ -124,12 +125,12 @@ def test_add_rows(path: str) -> None:
     draw = generator()
     ids = torch.randint(6, (5000,), generator=draw)
     ids[0] = 9  # used once
-    rows, begin, order = kernels.group(ids)
+    rows, begin, order = loops.group(ids)
     slots = torch.tensor([2, -1, 0, 1, 3, 4, 5])
     grad = torch.randn(50, 40, generator=draw)[:, 5:21]
     source, factor = torch.randint(50, (5000,), generator=draw), torch.rand(5000, generator=draw)
     out = torch.ones(6, 16)
-    kernels.add_rows(out, slots, begin, order + 3, 3, grad, source, factor)
+    loops.add_rows(out, slots, begin, order + 3, 3, grad, source, factor)
     expected = torch.ones(6, 16, dtype=torch.float64)
     for position, row in enumerate(ids.tolist()):
         slot = int(slots[rows.tolist().index(row)])
@@ -142,7 +143,7 @@ def test_move_rows(path: str) -> None:
     table, values = torch.randn(10, 3, generator=generator()), torch.randn(2, 3, generator=generator())
     expected, version = table.clone(), table._version
     expected[torch.tensor([1, 7])] -= 0.5 * values
-    kernels.move_rows(table, torch.tensor([1, 7]), values, -0.5)
+    loops.move_rows(table, torch.tensor([1, 7]), values, -0.5)
     torch.testing.assert_close(table, expected)
     assert table._version > version  # a use that kept the table's rows must notice
 
@@ -228,7 +229,7 @@ MECHANISMS = [sparsedp.DPSGD(), sparsedp.EANA(), sparsedp.AdaFEST(threshold=2.0,
 @pytest.mark.parametrize("mechanism", MECHANISMS, ids=lambda m: m.name)
 def test_compiled_and_plain_paths_train_alike(mechanism: sparsedp.Mechanism, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = trained(mechanism)
-    monkeypatch.setattr(kernels, "compiled", lambda *tensors: False)
+    monkeypatch.setattr(loops, "compiled", lambda *tensors: False)
     for name, value in trained(mechanism).items():
         torch.testing.assert_close(value, compiled[name], rtol=1e-5, atol=1e-6)
 

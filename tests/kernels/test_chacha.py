@@ -16,9 +16,11 @@ import pytest
 from numba import njit
 from scipy import stats
 
-from sparsedp import chacha
-from sparsedp.chacha import LANES, add_rows, fill_normal, fill_rows, stream_key
 from sparsedp.errors import SparseDPError
+from sparsedp.kernels import cipher, normals, row_noise
+from sparsedp.kernels.cipher import LANES, stream_key
+from sparsedp.kernels.normals import fill_normal
+from sparsedp.kernels.row_noise import add_rows, fill_rows
 
 KEY = stream_key(hashlib.shake_256(b"key").digest(32))
 GROUP = 16 * LANES
@@ -78,9 +80,9 @@ def reference_circle(words: np.ndarray) -> np.ndarray:
 
 def blocks_of(key: np.ndarray, positions: np.ndarray, rounds: int) -> np.ndarray:
     """The kernel's words (16, LANES) at positions (4, LANES)."""
-    start, words = chacha._start(key), np.empty(GROUP, np.uint32)
+    start, words = cipher.start_state(key), np.empty(GROUP, np.uint32)
     start[12 * LANES :] = positions.reshape(-1)
-    chacha._cipher(words, start, rounds)
+    cipher.make_blocks(words, start, rounds)
     return words.reshape(16, LANES)
 
 
@@ -276,9 +278,9 @@ def test_the_same_bits_without_vectors(tmp_path: Path) -> None:
         (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([[0]]), 1.0, 0.5, KEY), "vector"),
         (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([0]), 1.0, 0.3, KEY), "power of two"),
         (lambda: add_rows(np.zeros((2, 2), np.float32), np.array([0]), 1.0, 0.0, KEY), "power of two"),
-        (lambda: chacha.add_normal(np.zeros(2, np.float32), 1.0, 2.0**-130, KEY, 0, 1, np.arange(2)), "power of two"),
-        (lambda: chacha.add_normal(np.zeros(2, np.float32), 1.0, 0.5, KEY, 0, 1, np.arange(2.0)), "int64"),
-        (lambda: chacha.add_normal(np.zeros(2, np.float32), 1.0, 0.5, KEY, -1, 1, np.arange(2)), "first is -1"),
+        (lambda: normals.add_normal(np.zeros(2, np.float32), 1.0, 2.0**-130, KEY, 0, 1, np.arange(2)), "power of two"),
+        (lambda: normals.add_normal(np.zeros(2, np.float32), 1.0, 0.5, KEY, 0, 1, np.arange(2.0)), "int64"),
+        (lambda: normals.add_normal(np.zeros(2, np.float32), 1.0, 0.5, KEY, -1, 1, np.arange(2)), "first is -1"),
         (lambda: fill_rows(np.zeros((2, 2), np.float32), np.arange(2), np.ones(3), KEY), "std"),
     ],
 )
@@ -364,7 +366,7 @@ def check_moments_and_tails(parts: Iterable[np.ndarray]) -> None:
 def _logs(u: np.ndarray) -> np.ndarray:
     out = np.empty_like(u)
     for i in range(len(u)):
-        out[i] = chacha._log(u[i])
+        out[i] = normals._log(u[i])
     return out
 
 
@@ -372,7 +374,7 @@ def _logs(u: np.ndarray) -> np.ndarray:
 def _circles(words: np.ndarray) -> np.ndarray:
     out = np.empty((2, len(words)), np.float32)
     for i in range(len(words)):
-        out[0, i], out[1, i] = chacha._circle(words[i])
+        out[0, i], out[1, i] = normals._circle(words[i])
     return out
 
 
@@ -402,13 +404,13 @@ def test_extreme_words() -> None:
     half = GROUP // 2
     words[:6] = 0xFFFFFFFF, 0xFFFFFF00, 1 << 16, (1 << 16) - 1, 1, 0
     more[3] = 0xFFFFFFFF
-    chacha._box_muller(words, radii, points, half)
-    chacha._box_muller_tail(words, more, radii, half)
-    normals = np.tile(radii, 2) * points
-    radius = np.hypot(normals[:half], normals[half:]).astype(np.float64)
+    normals.box_muller(words, radii, points, half)
+    normals.box_muller_tail(words, more, radii, half)
+    drawn = np.tile(radii, 2) * points
+    radius = np.hypot(drawn[:half], drawn[half:]).astype(np.float64)
     u = [1 - 2.0**-24, 1 - 2.0**-24, 2.0**-16 + 2.0**-32, 2.0**-16, 2.0**-32, 2.0**-65]
     np.testing.assert_allclose(radius[:6], np.sqrt(-2 * np.log(u)), rtol=3e-7)
-    assert np.isfinite(normals).all() and radius.max() < 9.493
+    assert np.isfinite(drawn).all() and radius.max() < 9.493
     assert 2 * stats.norm.sf(radius.max()) == pytest.approx(2.3e-21, rel=0.05)
 
 
@@ -416,10 +418,10 @@ def test_short_words_get_more_bits() -> None:
     """Among a million numbers, some words are short; their normals have the radius that 64 bits give."""
     n, found = 1 << 20, 0
     drawn = sequence(n).reshape(-1, 16, LANES)
-    start, words = chacha._start(KEY), np.empty(GROUP, np.uint32)
+    start, words = cipher.start_state(KEY), np.empty(GROUP, np.uint32)
     for group in range(len(drawn)):
         start[12 * LANES : 13 * LANES] = np.arange(LANES) + group * LANES
-        chacha._cipher(words, start, 8)
+        cipher.make_blocks(words, start, 8)
         for word, lane in np.argwhere(words.reshape(16, LANES)[:8] < 1 << 16):
             expected = reference_block(KEY, group * LANES + int(lane))
             got = drawn[group, [word, word + 8], lane]
@@ -436,9 +438,9 @@ GRID = 2.0**-11
 
 def parts_of(group: int, dtype: type) -> tuple[np.ndarray, np.ndarray]:
     """Radii and points of a group of the sequence, whose products are its normals."""
-    start, words, radii, points = chacha._memory(KEY, np.empty(0, dtype))
-    chacha._number(start, group)
-    chacha._draw(radii, points, words, start)
+    start, words, radii, points = normals.working_memory(KEY, np.empty(0, dtype))
+    cipher.number_lanes(start, group)
+    normals.draw(radii, points, words, start)
     return np.tile(radii, 2), points
 
 
@@ -476,12 +478,12 @@ def test_sums_count_in_their_rows_alone(dtype: type, width: int, share: float) -
     sums[rows] = random.standard_normal((len(rows), width))
     expected = np.nan_to_num(sums).astype(float).reshape(-1) + sequence(sums.size, std=0.7, dtype=dtype)
     whole = sums.copy().reshape(-1)
-    chacha.add_normal(whole, 0.7, GRID, KEY, 0, width, rows)
+    normals.add_normal(whole, 0.7, GRID, KEY, 0, width, rows)
     assert_rounded(whole, expected)
     for size in (GROUP, 1000, 4096):
         parts = sums.copy().reshape(-1)
         for first in range(0, len(parts), size):
-            chacha.add_normal(parts[first : first + size], 0.7, GRID, KEY, first, width, rows)
+            normals.add_normal(parts[first : first + size], 0.7, GRID, KEY, first, width, rows)
         np.testing.assert_array_equal(parts, whole)
 
 
@@ -493,7 +495,7 @@ def test_sum_and_noise_are_rounded_from_their_exact_total() -> None:
     radii, points = parts_of(0, np.float32)
     sums = np.random.default_rng(2).standard_normal(GROUP).astype(np.float32) * np.float32(1e-3)
     got = sums.copy()
-    chacha.add_normal(got, 0.7, GRID, KEY, 0, GROUP, np.zeros(1, np.int64))
+    normals.add_normal(got, 0.7, GRID, KEY, 0, GROUP, np.zeros(1, np.int64))
     scaled = np.float32(0.7 / GRID) * radii
     for i in range(GROUP):
         total = Fraction(float(scaled[i])) * Fraction(float(points[i])) + Fraction(float(sums[i])) / Fraction(GRID)
@@ -516,7 +518,7 @@ def test_pairs_move_together(dtype: type, shifted: bool) -> None:
     w, v = table[rows].astype(float), other[rows].astype(float)
     x = drift[0, :, None] * w + drift[1, :, None] * v + std[0, :, None] * z
     y = drift[2, :, None] * w + drift[3, :, None] * v + std[1, :, None] * z + std[2, :, None] * rest
-    chacha.move_pairs(table, other, rows, drift, std, shift, (GRID, 2 * GRID), (KEY, second))
+    row_noise.move_pairs(table, other, rows, drift, std, shift, (GRID, 2 * GRID), (KEY, second))
     assert_rounded(table[rows], x)
     assert_rounded(other[rows], y, 2 * GRID)
 
@@ -524,5 +526,5 @@ def test_pairs_move_together(dtype: type, shifted: bool) -> None:
 def test_pairs_without_a_grid_are_not_rounded() -> None:
     table, other = np.full((1, 3), 0.1), np.full((1, 3), 0.3)
     drift, std = np.array([[1.0], [0.0], [0.0], [1.0]]), np.zeros((3, 1))
-    chacha.move_pairs(table, other, np.array([0]), drift, std, None, (0.0, 0.0), (KEY, KEY))
+    row_noise.move_pairs(table, other, np.array([0]), drift, std, None, (0.0, 0.0), (KEY, KEY))
     np.testing.assert_array_equal(np.concatenate([table, other]), [[0.1] * 3, [0.3] * 3])

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 import sparsedp
-from sparsedp import CheckpointError, checkpoint, mapped
+from sparsedp import CheckpointError, checkpoint
+from sparsedp.kernels import mapped
 from sparsedp.tables import lazy
 from support import loader_of, make_private
 

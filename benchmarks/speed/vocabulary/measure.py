@@ -30,11 +30,11 @@ class OneTable(nn.Module):
         return self.out(self.table(ids)).squeeze(1)
 
 
-def workload(rows: int) -> Workload:
+def workload(rows: int, batch: int = BATCH) -> Workload:
     """One table; all variants share its memory."""
     weight = torch.empty(rows, DIM).normal_(0, 0.05)
-    ids = torch.randint(rows, (BATCH,))
-    return Workload("table", lambda sparse: OneTable(weight, sparse), (ids, torch.rand(BATCH).round()))
+    ids = torch.randint(rows, (batch,))
+    return Workload("table", lambda sparse: OneTable(weight, sparse), (ids, torch.rand(batch).round()))
 
 
 def mechanisms(rows: int) -> dict[str, Callable[[], Mechanism]]:

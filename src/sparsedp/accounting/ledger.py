@@ -61,7 +61,7 @@ class Ledger:
     @property
     def steps(self) -> int:
         """Training steps of the model at hand; one-off costs and abandoned steps are not."""
-        return sum(entry.count for entry in self.entries if not entry.setup and not entry.abandoned)
+        return sum([entry.count for entry in self.entries if not entry.setup and not entry.abandoned])
 
     @property
     def abandoned(self) -> int:

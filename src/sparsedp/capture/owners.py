@@ -17,8 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sparsedp.capture.kernels import squared_rows
 from sparsedp.capture.uses import Bucket, Built, ParameterUses, Use, slack
+from sparsedp.kernels.loops import squared_rows
 
 
 class Grouping:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sparsedp.capture.kernels import squared_rows
+from sparsedp.kernels.loops import squared_rows
 
 # Elements that a temporary of the norm computation may have; larger ones are computed for some units at a time.
 TEMPORARY = 1 << 24

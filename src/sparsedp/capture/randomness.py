@@ -22,18 +22,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsedp import chacha
 from sparsedp.capture.laws import Replaced, drawn_dtype, mantissa_bits
 from sparsedp.capture.units import UnitAxis
 from sparsedp.errors import SparseDPError
+from sparsedp.kernels import cipher, normals
+from sparsedp.kernels.threads import on_all_cores
 from sparsedp.noise import CHUNK, RandomKey
-from sparsedp.threads import on_all_cores
 
 # Kinds of forward passes; each has its own sequence of draws. A run that is resumed repeats its training passes, and not
 # what was counted before, or evaluated with dropout.
 TRAINING, WITHOUT_GRADIENT, COUNTING = 0, 1, 2
 # Draws begin at multiples of this many words of the stream: what the cipher makes at a time.
-_GROUP = 16 * chacha.LANES
+_GROUP = 16 * cipher.LANES
 
 
 class Draws:
@@ -61,7 +61,7 @@ class Draws:
         """`value` with probability `chance`, else 0; float32 or float64."""
 
         def fill(out: np.ndarray, key: np.ndarray, first: int) -> None:
-            chacha.fill_mask(out, chance, value, key, first)
+            normals.fill_mask(out, chance, value, key, first)
 
         return self._drawn(("mask", chance), shape, dtype, 1, fill)
 
@@ -70,7 +70,7 @@ class Draws:
         computed, bits = drawn_dtype(dtype), mantissa_bits(dtype)
 
         def fill(out: np.ndarray, key: np.ndarray, first: int) -> None:
-            chacha.fill_uniform(out, key, first)
+            normals.fill_uniform(out, key, first)
 
         drawn = self._drawn(("uniform",), shape, computed, computed.itemsize // 4, fill)
         return drawn if dtype == computed else drawn.mul_(2.0**bits).floor_().mul_(2.0**-bits).to(dtype)
@@ -79,7 +79,7 @@ class Draws:
         """All integers of 64 bits, int64."""
 
         def fill(out: np.ndarray, key: np.ndarray, first: int) -> None:
-            chacha.fill_words(out.view(np.uint32), key, first)
+            cipher.fill_words(out.view(np.uint32), key, first)
 
         return self._drawn(("words",), shape, torch.int64, 2, fill)
 
@@ -88,7 +88,7 @@ class Draws:
         words = 2 if dtype == torch.float64 else 1
 
         def fill(out: np.ndarray, key: np.ndarray, first: int) -> None:
-            chacha.fill_normal(out, 1.0, key, first // words)
+            normals.fill_normal(out, 1.0, key, first // words)
 
         return self._drawn(("normal",), shape, dtype, words, fill)
 

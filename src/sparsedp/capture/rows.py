@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sparsedp.capture import kernels
 from sparsedp.capture.uses import Lookup, ParameterUses, RowNorms, slack
-from sparsedp.threads import on_all_cores, split
+from sparsedp.kernels import loops
+from sparsedp.kernels.threads import on_all_cores, split
 
 
 @dataclass(frozen=True)
@@ -91,19 +91,19 @@ class TouchedRows:
         if self._count and int(ids.min()) < 0:
             self._used = (ids >= 0).nonzero().squeeze(1)
             keys = keys[self._used]
-        self.rows, self.begin, order = kernels.group(keys)  # the distinct global rows; see `group`
+        self.rows, self.begin, order = loops.group(keys)  # the distinct global rows; see `group`
         self.order = order if self._used is None else self._used[order]
         self._edges = dict(zip(space.names, space.edges(self.rows)))
 
     @cached_property
     def _by_unit(self) -> _ByUnit:
-        row = kernels.numbered(self.begin)
+        row = loops.numbered(self.begin)
         unit = torch.cat([lookup.units for lookup in self.lookups.values()])[self.order]
         if self._owners is not None:
             unit = self._owners[unit]
         if self._one_row_each:
             return _ByUnit(unit, row, self.order, None)
-        keys, begin, order = kernels.group(row * self.units + unit)
+        keys, begin, order = loops.group(row * self.units + unit)
         return _ByUnit(keys % self.units, keys // self.units, self.order[order], begin)
 
     def pairs(self) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,7 @@ class TouchedRows:
     def slots(self, selection: Mapping[str, Tensor]) -> Tensor:
         """The place of each of `rows` among the selected rows of its table; -1 if it is not selected."""
         chosen = self.space.join(selection)
-        at = kernels.find(chosen, self.rows)
+        at = loops.find(chosen, self.rows)
         if len(self.space.names) == 1:
             return at
         firsts = [first for first, _ in self.space.edges(chosen)]
@@ -133,11 +133,11 @@ class TouchedRows:
             return None
         if not self._one_row_each:
             return self._added_norms(slots, row_norms)
-        every = kernels.squared_rows_of_each([lookup.grad for lookup in self.lookups.values()])
+        every = loops.squared_rows_of_each([lookup.grad for lookup in self.lookups.values()])
         if slots is None and self._used is None:
             return LookupNorms(list(self.lookups), every, every)
         chosen = torch.zeros_like(self.rows) if slots is None else slots
-        kept = kernels.in_slots(chosen, self.begin, self.order, self._count)
+        kept = loops.in_slots(chosen, self.begin, self.order, self._count)
         return LookupNorms(list(self.lookups), every, every.masked_fill(~kept.view_as(every), 0))
 
     def add_weighted_sums(self, outs: Mapping[str, Tensor], slots: Tensor | None, factors: Tensor) -> None:
@@ -159,7 +159,7 @@ class TouchedRows:
                 pieces.append(
                     (out, places[part], edges, self.order, self._firsts[name], lookup.grad, lookup.source, factor)
                 )
-        on_all_cores(lambda piece: kernels.add_rows(*piece), pieces)
+        on_all_cores(lambda piece: loops.add_rows(*piece), pieces)
 
     def _added_norms(self, slots: Tensor | None, row_norms: RowNorms) -> LookupNorms:
         """As `ParameterUses.squared_norms`, for all tables at once.
@@ -170,9 +170,9 @@ class TouchedRows:
         unit, row, at, begin = self._by_unit
         assert begin is not None
         sizes = begin.diff()
-        key = kernels.numbered(begin)
+        key = loops.numbered(begin)
         lengths = [end - first for first, end in (self._edges[name] for name in self.lookups)]
-        table = kernels.repeated(torch.arange(tables, device=at.device), row.new_tensor(lengths))[row]
+        table = loops.repeated(torch.arange(tables, device=at.device), row.new_tensor(lengths))[row]
         single = torch.cat([lookup.squares(row_norms) for lookup in lookups])[at]
         square = single[begin[:-1]]
         several = (sizes > 1).nonzero().squeeze(1)
@@ -184,7 +184,7 @@ class TouchedRows:
 
         def add_up(piece: tuple[Tensor, int, Lookup]) -> None:
             keys, first, lookup = piece
-            square[keys] = kernels.squared_sums(
+            square[keys] = loops.squared_sums(
                 begin[keys], begin[keys + 1], at, first, lookup.grad, lookup.source, lookup.weight
             )
 
@@ -204,7 +204,7 @@ class TouchedRows:
 
 
 def _repeated(values: list[int], counts: list[int], like: Tensor) -> Tensor:
-    return kernels.repeated(like.new_tensor(values), like.new_tensor(counts))
+    return loops.repeated(like.new_tensor(values), like.new_tensor(counts))
 
 
 class _ByUnit(NamedTuple):

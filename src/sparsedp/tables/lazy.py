@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import SGD
 
-from sparsedp.capture import kernels
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.grid import grid_of, round_to
+from sparsedp.kernels import loops
+from sparsedp.kernels.threads import on_all_cores, split
 from sparsedp.noise import WAITING, RandomKey, add_row_normals, move_row_pairs, row_normals
 from sparsedp.progress import no_progress
 from sparsedp.tables.guard import guard, guarded_alias, settle_before, unguard
 from sparsedp.tables.owner import Owner, Ownership
 from sparsedp.tables.pending import Coefficients, PendingSteps
-from sparsedp.threads import on_all_cores, split
 
 # Elements of a table that are settled together, and from how many on the progress is told.
 _CHUNK, _LONG = 1 << 21, 1 << 27
@@ -144,7 +144,7 @@ class LazyOwner(Owner):
         flat.cpu().numpy()  # ids without memory, such as torch.vmap's, fail here: later, rows would be claimed without noise
         flat = flat - table.owned.start if table.owned.start else flat
         with self._settling(table):
-            claimed = kernels.claim(table.since, flat, group.pending.steps)
+            claimed = loops.claim(table.since, flat, group.pending.steps)
             if claimed is not None:
                 self._make_momentum(group, table)
                 rows, since = claimed
@@ -198,7 +198,7 @@ class LazyOwner(Owner):
 
             def settle(first: int) -> None:
                 ids = torch.arange(first, min(first + size, rows))
-                claimed = kernels.claim(table.since, ids, group.pending.steps)
+                claimed = loops.claim(table.since, ids, group.pending.steps)
                 assert claimed is not None
                 self._move(group, table, *claimed)
                 with told:
@@ -386,11 +386,11 @@ class LazyOwner(Owner):
                 pulled = group.coefficients.pull_back()
                 assert pulled is not None  # `begin` refuses it
                 if pulled:
-                    kernels.move_rows(weight, rows, values, pulled)
+                    loops.move_rows(weight, rows, values, pulled)
                 return
             step, sums = group.pending.steps - 1, values.reshape(len(rows), *weight.shape[1:])
             with self._moving():
-                claimed = kernels.claim(table.since, rows, group.pending.steps)
+                claimed = loops.claim(table.since, rows, group.pending.steps)
                 assert claimed is not None and bool((claimed[1] == step).all()), "rows must be settled before a step"
                 if momentum is None or not self._aggregate or self._std == 0:
                     self._take_step(group, table, weight, momentum, rows, step, sums)

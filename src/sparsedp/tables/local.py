@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from sparsedp.capture.kernels import move_rows
+from sparsedp.kernels.loops import move_rows
 from sparsedp.tables.owner import Owner, Ownership
 
 

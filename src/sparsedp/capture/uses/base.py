@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsedp.capture.kernels import squared_rows
+from sparsedp.kernels.loops import squared_rows
 
 
 class Use(ABC):

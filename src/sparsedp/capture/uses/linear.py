@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture import products
-from sparsedp.capture.kernels import outer_products
 from sparsedp.capture.uses.base import Bucket, RowNorms, Use, not_among
 from sparsedp.capture.uses.built import Built
+from sparsedp.kernels.loops import outer_products
 
 # Elements of a matrix up to which its gradient may be written out for every unit.
 _SMALL = 1 << 16

@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsedp.capture.kernels import squared_rows
 from sparsedp.capture.lengths import units_by_length
 from sparsedp.capture.products import squared_products
+from sparsedp.kernels.loops import squared_rows
 
 # Elements of G that are worked on at a time: small enough for the processor's cache.
 CHUNK = 1 << 21

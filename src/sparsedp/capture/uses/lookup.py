@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from sparsedp.capture.kernels import group, squared_rows, squared_sums
 from sparsedp.capture.uses.base import Bucket, RowNorms, Use, places_among, sum_by_unit
 from sparsedp.errors import SparseDPError
+from sparsedp.kernels.loops import group, squared_rows, squared_sums
 
 
 class RowSparse(NamedTuple):

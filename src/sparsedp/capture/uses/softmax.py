@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture import products
-from sparsedp.capture.kernels import squared_rows
 from sparsedp.capture.uses import logit_gradients
 from sparsedp.capture.uses.base import Bucket, RowNorms, Use, places_among
 from sparsedp.capture.uses.linear import Linear
 from sparsedp.capture.uses.logit_gradients import Measure, Scratch, column_chunks, gradients, parts
+from sparsedp.kernels.loops import squared_rows
 
 # Positions that are added up at a time at least, although then fewer rows of the table are: each time, these rows are read.
 _TOGETHER = 256

@@ -11,7 +11,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
-from sparsedp.threads import on_all_cores, split
+from sparsedp.kernels.threads import on_all_cores, split
 
 LARGEST = 1e30  # norm of a unit's gradient, and of whatever it is a product of
 _COMPILED_TYPES = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
@@ -211,6 +211,8 @@ def claim(since: Tensor, ids: Tensor, now: int) -> tuple[Tensor, Tensor] | None:
 
 def _flat(x: Tensor) -> tuple[np.ndarray, int]:
     """x (n, d) as the memory it lies in and the distance of its rows, so that the compiler sees rows without gaps."""
+    if x.is_contiguous():
+        return x.view(-1).numpy(), x.shape[1]
     if x.stride(1) != 1 or x.stride(0) < 0:
         x = x.contiguous()
     size = (x.shape[0] - 1) * x.stride(0) + x.shape[1] if x.numel() else 0

@@ -39,6 +39,8 @@ def on_all_cores(work: Callable[[T], None], items: Sequence[T]) -> None:
 
 def split(count: int, weight: int) -> list[slice]:
     """The numbers 0 to count - 1 in a few pieces that are worth a thread, if each of them takes `weight` operations."""
+    if 0 < count * weight <= _WORTHWHILE:
+        return [slice(0, count)]
     size = max(1, _WORTHWHILE // max(1, weight), -(-count // (_PIECES * torch.get_num_threads())))
     return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
