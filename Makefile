@@ -37,10 +37,11 @@ test-all: $(VENV)/.dev  ## run all tests
 bench: $(VENV)/.dev  ## measure speed and memory, for about 40 minutes, into runs/bench
 	$(BIN)/python -m benchmarks all $(BENCH_ARGS)
 
-lint: $(VENV)/.dev  ## check style and types
+lint: $(VENV)/.dev  ## check style, types and layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 format: $(VENV)/.dev  ## put the code into the project's style
 	$(BIN)/ruff check --fix .

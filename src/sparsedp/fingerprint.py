@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsedp._torch import without_subclasses
 from sparsedp.tables.guard import unguarded_class, without_guard
 
 # How much of one value is looked at: a module may refer to a whole program.
@@ -40,7 +41,7 @@ def place_of(value: Any) -> Any:
     """Where a tensor is, and its shape; None if it is no ordinary tensor, or has no memory."""
     if not isinstance(value, Tensor):
         return None
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         if value.is_nested or value.layout != torch.strided:
             return None if value.is_nested else (value.layout, tuple(value.shape))
         storage = value.untyped_storage().data_ptr()
@@ -49,7 +50,7 @@ def place_of(value: Any) -> Any:
 
 def python_state(tensor: Tensor) -> Any:
     """The Python attributes of a tensor, which are pickled along with it; something empty if there are none."""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         state = getattr(tensor, "__getstate__", lambda: vars(tensor))()
     return without_guard(tensor, state)
 
@@ -190,7 +191,7 @@ class _Reader:
 
     def _parts_of_a_tensor(self, value: Tensor) -> Iterable[Any]:
         state = python_state(value)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             place = place_of(value)
             name = None if place is None else self.names.get(place)
             if name is not None:

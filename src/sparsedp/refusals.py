@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from sparsedp._torch import BatchNormBase
 from sparsedp.errors import UnsupportedError
 from sparsedp.mechanisms import Mechanism
 from sparsedp.tables import find_tables
@@ -31,7 +31,7 @@ def _why_not(module: nn.Module) -> str | None:
     trained = any(p.requires_grad for p in module.parameters(recurse=False))
     if type(module).__name__ == "OptimizedModule" or isinstance(module, torch.jit.ScriptModule):
         return "a compiled or scripted module hides its operations. Use the module from before compilation."
-    if isinstance(module, _BatchNorm) and module.training:
+    if isinstance(module, BatchNormBase) and module.training:
         return (
             "batch statistics mix the units of a batch. Use GroupNorm or LayerNorm, or freeze the layer "
             "with eval() and "

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsedp._torch import without_subclasses
 from sparsedp.errors import CheckpointError, ConfigError
 from sparsedp.kernels.mapped import PIECE
 
@@ -81,7 +82,7 @@ def _add(update: Callable[[Any], None], value: Any) -> None:
 
 
 def _add_tensor(update: Callable[[Any], None], tensor: Tensor) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         tensor = tensor.detach()
         if tensor.layout != torch.strided:
             raise CheckpointError(f"A tensor of layout {tensor.layout} cannot be signed: make it dense.")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sparsedp._torch import without_subclasses
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Captured, RowNorms, RowSpace, TouchedRows
 from sparsedp.contribution import touched_rows
@@ -259,7 +260,7 @@ class PrivateStep:
 
 def unguarded() -> AbstractContextManager[Any]:
     """Within it lazy tables are as they are: their guards would settle what is about to be updated."""
-    return torch._C.DisableTorchFunctionSubclass()
+    return without_subclasses()
 
 
 @contextmanager

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sparsedp._torch import function_mode_at, function_mode_count, functorch_interpreter, saved_tensor_hooks
 from sparsedp.capture.captured import Captured
 from sparsedp.capture.expressions import Expression, Placed
 from sparsedp.capture.forward_pass import ForwardPass, HasUnits, UnannouncedBatch
@@ -34,7 +35,6 @@ from sparsedp.capture.hooks import (
     refuse_backward_hooks,
     refuse_compilation,
     refuse_surroundings,
-    saved_tensor_hooks,
     saved_tensor_hooks_refused,
 )
 from sparsedp.capture.inputs import PublicInputs
@@ -385,7 +385,7 @@ class Capture:
 
     def _run_use(self, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression]) -> Any:
         """An operation in which data and parameters meet."""
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if functorch_interpreter() is not None:
             raise self.refuse(
                 name, expressions[0].names, "it runs inside of torch.vmap or another transform of torch.func",
                 "apply the parameter to the whole batch, outside of the transform",
@@ -416,9 +416,7 @@ class Capture:
 
     def is_watching(self) -> bool:
         """Whether the code that runs now is the module's, and not a rule's."""
-        return any(
-            torch._C._get_function_stack_at(n) is self._mode for n in range(torch._C._len_torch_function_stack())
-        )
+        return any(function_mode_at(n) is self._mode for n in range(function_mode_count()))
 
     def require_history(self) -> None:
         """Raises if a custom function was applied unseen."""

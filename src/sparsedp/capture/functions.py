@@ -20,9 +20,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.overrides import TorchFunctionMode
 
+from sparsedp._torch import (
+    BackwardCFunction,
+    FunctionBase,
+    SingleLevelFunction,
+    functorch_interpreter,
+    without_functions,
+)
 from sparsedp.capture.names import written_tensors
 from sparsedp.capture.tensors import memory_of
 from sparsedp.capture.trials import (
@@ -45,7 +51,7 @@ if TYPE_CHECKING:
     from sparsedp.capture.capture import Capture, Surroundings
 
 # `Function.apply` ends in this one, also where a model keeps `apply` under a name of its own.
-APPLY = torch._C._FunctionBase.__dict__["apply"]
+APPLY = FunctionBase.__dict__["apply"]
 _AGAIN = 1 / 32  # the share of later uses that are tried
 
 
@@ -75,21 +81,21 @@ class Functions:
                 return self._apply(function, run, args)
             return run(*args)
 
-        self._outer.append(_SingleLevelFunction.__dict__.get("apply"))
-        _SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
+        self._outer.append(SingleLevelFunction.__dict__.get("apply"))
+        SingleLevelFunction.apply = classmethod(apply)  # type: ignore[attr-defined]
 
     def end(self) -> None:
         outer = self._outer.pop()
         if outer is None:
-            del _SingleLevelFunction.apply  # type: ignore[attr-defined]
+            del SingleLevelFunction.apply  # type: ignore[attr-defined]
         else:
-            _SingleLevelFunction.apply = outer  # type: ignore[attr-defined]
+            SingleLevelFunction.apply = outer  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------------ forward
 
     def _apply(self, function: type, run: Callable, args: tuple) -> Any:
         inputs = list(tensors_in(args))
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             axes = self._input_axes(function, inputs)
             is_first = axes is not None and self._is_first(function)
             is_due = axes is not None and self._is_due(is_first)
@@ -101,7 +107,7 @@ class Functions:
             out = run(*args, form=self._followed_form(function))
         finally:
             self.is_running, self.starting = outer, None
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             outputs = list(tensors_in(out))
             if axes is not None:
                 self._follow(function, inputs, axes, outputs)
@@ -110,7 +116,7 @@ class Functions:
             output_axes = [self.capture.known_axis(tensor) for tensor in outputs]
             given = with_tensors(args, iter(copies))
             trial = Trial(run, given, copies, axes, output_axes, self.capture.units, is_first)
-            with torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
+            with without_functions(), torch.random.fork_rng(devices=[]):
                 self._try(function, trial, outputs)
             use.trial = trial
         return out
@@ -192,7 +198,7 @@ class Functions:
     def go_back(self, use: _Use, backward: Callable, grads: tuple) -> Any:
         """What `backward` makes of copies of the gradients: others may need them as they are."""
         capture = self.capture
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             given = [None if grad is None else grad.clone() for grad in grads]
             for grad, output in zip(given, use.outputs):
                 if grad is not None:
@@ -203,12 +209,12 @@ class Functions:
                 with _Backward(self, use.function, given):
                     out = backward(*given)
                 results = list(out) if isinstance(out, tuple) else [out]
-                with torch._C.DisableTorchFunction():
+                with without_functions():
                     self._judge(use, results)
                 trial, use.trial = use.trial, None
                 if trial is not None:
                     arrived = [grad for grad, output in zip(grads, use.outputs) if output.place is not None]
-                    with torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]):
+                    with without_functions(), torch.random.fork_rng(devices=[]):
                         self._try_real(use.function, trial, arrived, results)
         finally:
             self.is_running = outer
@@ -234,7 +240,7 @@ class Functions:
 
     def recognize(self, use: _Use, tensors: tuple) -> None:
         """Tells where the units are in outputs that come back as other tensors."""
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             for tensor in tensors:
                 if tensor is not None and self.capture.info(tensor) is None:
                     same = [output for output in use.outputs if output.place == _place(tensor)]
@@ -378,16 +384,16 @@ class _Backward(TorchFunctionMode):
         given = list(tensors_in((args, kwargs)))
         self._before(func, args, kwargs, given)
         out = func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             self._after(getattr(func, "__name__", ""), given, out)
             if func is torch.autograd.grad:
                 self._place_gradients(out, *args, **kwargs)
         return out
 
     def _before(self, func: Callable, args: tuple, kwargs: dict, given: list[Tensor]) -> None:
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if functorch_interpreter() is not None:
             raise self._refuse("uses torch.vmap or another transform of torch.func, which hides what it does")
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             for tensor in written_tensors(func, args, kwargs):
                 if memory_of(tensor) not in self._made:
                     owner = self._capture.whose_memory(tensor)

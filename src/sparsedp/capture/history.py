@@ -6,9 +6,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from sparsedp._torch import without_functions
 from sparsedp.errors import UnsupportedError
 
 
@@ -29,7 +29,7 @@ class HiddenHistory:
         hidden, self.hidden = self.hidden, []
         for reference, before in hidden:
             tensor = reference()
-            with torch._C.DisableTorchFunction():
+            with without_functions():
                 now = None if tensor is None else tensor.grad_fn
             function = getattr(type(now), "_forward_cls", None)
             if function is not None and now is not before:

@@ -7,15 +7,21 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.nn.modules.module as _module_hooks
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sparsedp._torch import (
+    compiler_callback,
+    current_backward,
+    is_tracing,
+    module_backward_hooks,
+    module_backward_pre_hooks,
+    without_subclasses,
+)
 from sparsedp.errors import SparseDPError, UnsupportedError
 
 # What hands out a place to listen at gradients, and to change them.
 LISTENING = {"register_hook", "register_post_accumulate_grad_hook", "grad_fn", "set__backward_hooks"}
-saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 class Listener(Protocol):
@@ -46,7 +52,7 @@ class Mode(TorchFunctionMode):
         if listener.before_read is None:
             return listener.run(func, args, kwargs)
         listener.before_read(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():  # the tables' own guards: they were asked already
+        with without_subclasses():  # the tables' own guards: they were asked already
             return listener.run(func, args, kwargs)
 
 
@@ -149,8 +155,8 @@ def saved_tensor_hooks_refused() -> UnsupportedError:
 
 def refuse_compilation() -> None:
     """torch.compile and torch.export call hooks while they trace, or with their callback in place where they gave up."""
-    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
-    if torch.compiler.is_compiling() or torch._C._is_tracing() or callback not in (None, False):
+    callback = compiler_callback()
+    if torch.compiler.is_compiling() or is_tracing() or callback not in (None, False):
         raise _compilation()
 
 
@@ -177,12 +183,12 @@ def refuse_surroundings() -> None:
             "torch.set_flush_denormal(True) lets small gradients vanish from norms that are not small any more when they are "
             "added up. Train without it."
         )
-    if _module_hooks._global_backward_hooks or _module_hooks._global_backward_pre_hooks:
+    if module_backward_hooks or module_backward_pre_hooks:
         raise UnsupportedError(
             "A backward hook for all modules is registered, which may do anything to gradients, also mix those of different "
             "units. Remove it."
         )
-    if torch._C._current_graph_task_id() != -1:
+    if current_backward() != -1:
         raise UnsupportedError(
             "The module ran inside of backward (gradient checkpointing?), where its uses would be counted twice. "
             "Train without checkpointing; max_physical_batch bounds memory instead."

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsedp._torch import without_subclasses
 from sparsedp.errors import UnsupportedError
 
 # Numbers that libraries count on the batch and pass to forward(), to divide the loss by.
@@ -69,7 +70,7 @@ def has_units_first(tensor: Tensor, unit_axes: Sequence[tuple[Tensor, int | None
         if tensor is source:
             return axis == 0
     memory = _memory_of(tensor)
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         shared = [(source, axis) for source, axis in unit_axes if _memory_of(source) == memory]
         if shared:
             return any(axis is not None and _rows_are_units(tensor, source, axis) for source, axis in shared)
@@ -84,7 +85,7 @@ def has_units_first(tensor: Tensor, unit_axes: Sequence[tuple[Tensor, int | None
 
 
 def _memory_of(tensor: Tensor) -> int:
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         return tensor.untyped_storage().data_ptr()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsedp._torch import without_subclasses
 from sparsedp.capture.tensors import memory_of
 from sparsedp.errors import UnsupportedError
 
@@ -34,7 +35,7 @@ class ModuleState:
 
     def begin(self) -> None:
         """Before a forward pass."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             tensors = named_tensors(self._module)
             self.require_unwritten(tensors)
             self._versions, self.storages, self._counters = _versions(tensors), {}, {}
@@ -49,7 +50,7 @@ class ModuleState:
 
     def changed(self) -> str | None:
         """After a forward pass: a parameter or buffer that was changed in it. Raises if a counter counts what it should not."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             tensors = named_tensors(self._module)
             versions = self._versions
             changed = [name for name, tensor in tensors if versions.get(name) != (id(tensor), tensor._version)]
@@ -96,7 +97,7 @@ class ModuleState:
         """
         if not self.went_back:
             return
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             versions, now = self._versions, named_tensors(self._module) if tensors is None else tensors
             changed = [name for name, tensor in now if versions.get(name) != (id(tensor), tensor._version)]
         if changed:

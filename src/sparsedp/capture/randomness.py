@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sparsedp._torch import is_functorch_tensor
 from sparsedp.capture.laws import Replaced, drawn_dtype, mantissa_bits
 from sparsedp.capture.units import UnitAxis
 from sparsedp.errors import SparseDPError
@@ -154,11 +155,7 @@ def _direct_dropout(draws: Draws, args: tuple, kwargs: dict) -> Tensor | None:
         return None
     if type(source) is not Tensor or source.device.type != "cpu" or source.dtype not in (torch.float32, torch.float64):
         return None
-    if (
-        source.layout != torch.strided
-        or not source.is_contiguous()
-        or torch._C._functorch.is_functorch_wrapped_tensor(source)
-    ):
+    if source.layout != torch.strided or not source.is_contiguous() or is_functorch_tensor(source):
         return None
     mask = draws.mask(source.shape, 1 - p, 1 / (1 - p), source.dtype)
     return source.mul_(mask) if inplace else source * mask

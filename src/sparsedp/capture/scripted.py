@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sparsedp._torch import without_functions
 from sparsedp.capture.trials import copied, exchanged, tensors_in, unchanged, unchanged_units, with_tensors
 from sparsedp.capture.units import UnitAxis
 
@@ -50,7 +51,7 @@ class ScriptedFunctions:
         given = list(tensors_in((args, kwargs)))
         if not any(map(capture.is_data, given)):
             return _CALL(function, *args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             copies, versions = [copied(tensor) for tensor in given], [tensor._version for tensor in given]
         out = _CALL(function, *args, **kwargs)
 
@@ -58,7 +59,7 @@ class ScriptedFunctions:
             again, named = with_tensors((args, kwargs), map(copied, inputs))
             return list(tensors_in(_CALL(function, *again, **named)))
 
-        with torch._C.DisableTorchFunction(), torch.random.fork_rng(devices=[]), torch.no_grad():
+        with without_functions(), torch.random.fork_rng(devices=[]), torch.no_grad():
             for tensor, version in zip(given, versions):
                 if tensor._version != version:
                     capture.lose(tensor)

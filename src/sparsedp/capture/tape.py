@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsedp._torch import current_backward, will_run, without_functions
 from sparsedp.capture.captured import Captured, Kept
 from sparsedp.capture.expressions import Expression, Placed
 from sparsedp.capture.forward_pass import ForwardPass, HasUnits
@@ -160,7 +161,7 @@ class Tape:
 
     def refuse_in_loss(self, tensor: Tensor, is_unseen: bool = False) -> None:
         """Units may be mixed in `tensor`, as it is not known where they are: no loss may depend on it."""
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             node: Any = tensor.grad_fn if tensor.requires_grad and self._current.units > 1 else None
         if node is not None:
             node.register_prehook(self._refuser(tuple(tensor.shape), is_unseen))
@@ -170,7 +171,7 @@ class Tape:
         anchor, units = self._anchor_node, self._current.units
 
         def refuse(grads: Any) -> None:
-            if not torch._C._will_engine_execute_node(anchor):
+            if not will_run(anchor):
                 return
             why = "was made where capture does not see it" if is_unseen else "has them in a place that is not known"
             raise UnitsMixedError(
@@ -189,9 +190,9 @@ class Tape:
                 "backward(create_graph=True) and gradient penalties differentiate through gradients, which is not "
                 "captured. Call backward() without create_graph."
             )
-        if not torch._C._will_engine_execute_node(self._anchor_node):
+        if not will_run(self._anchor_node):
             return  # torch.autograd.grad asks for the gradient of something else, such as the input
-        if torch._C._current_graph_task_id() != self._backward_pass:
+        if current_backward() != self._backward_pass:
             self._note_backward_pass()
         expected = self._require_current(record.batch)
         if self._arrived:
@@ -219,8 +220,8 @@ class Tape:
 
     def _note_backward_pass(self) -> None:
         """At the first gradient of a backward pass: which of the uses it will come by, whether or not they hear of it."""
-        self._backward_pass, self._state.went_back = torch._C._current_graph_task_id(), True
-        self.expected += [record for _, node, record in self.awaited if torch._C._will_engine_execute_node(node)]
+        self._backward_pass, self._state.went_back = current_backward(), True
+        self.expected += [record for _, node, record in self.awaited if will_run(node)]
 
     def _require_current(self, batch: HasUnits) -> HasUnits | None:
         expected = self._current_batch()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsedp._torch import is_functorch_tensor, without_subclasses
 from sparsedp.capture.expressions import Expression
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.inputs import advice
@@ -143,7 +144,7 @@ class KnownTensors:
 
 def memory_of(tensor: Tensor) -> int:
     """What tensors have in common that are views of one another; -1 for a sparse one, and inside of torch.func's transforms."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if tensor.layout != torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    with without_subclasses():
+        if tensor.layout != torch.strided or is_functorch_tensor(tensor):
             return -1
         return tensor.untyped_storage().data_ptr()

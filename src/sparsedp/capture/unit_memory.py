@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from sparsedp._torch import StorageWeakRef
 from sparsedp.capture.forward_pass import ForwardPass, HasUnits
 from sparsedp.capture.module_state import ModuleState
 from sparsedp.capture.tensors import CONSTANT, EARLIER, KnownTensors, memory_of

@@ -9,6 +9,8 @@ import sys
 import torch
 from torch import Tensor
 
+from sparsedp._torch import without_subclasses
+
 PIECE = 1 << 26  # bytes
 _PAGEOUT = 21  # Linux: MADV_PAGEOUT, since 5.4
 
@@ -19,7 +21,7 @@ def copy_mapped(target: Tensor, source: Tensor) -> None:
 
     Whatever guards `target` is passed by.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         if not (target.is_contiguous() and source.is_contiguous()):
             target.copy_(source)
             return

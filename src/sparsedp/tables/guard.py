@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sparsedp._torch import without_subclasses
 from sparsedp.capture.ops.registry import rows_read
 from sparsedp.tables.owner import Owner
 
@@ -46,7 +47,7 @@ class _Guarded:
         kwargs = kwargs or {}
         if not _is_metadata(func):
             settle_before(func, args, kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             out = func(*args, **kwargs)
             if isinstance(out, Tensor) or type(out) in (tuple, list):
                 return _with_aliases_guarded(out, _guarded_in((args, kwargs)))
@@ -55,7 +56,7 @@ class _Guarded:
     def as_subclass(self, cls: type) -> Any:
         """torch does not ask `__torch_function__` about this one."""
         self.settle_table()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             return _with_aliases_guarded(torch.Tensor.as_subclass(self, cls), [self])  # type: ignore[arg-type]
 
     def __copy__(self) -> Any:
@@ -63,7 +64,7 @@ class _Guarded:
 
     def __deepcopy__(self, memo: dict) -> Tensor:
         """An ordinary tensor with settled values."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             self.settle_table()
             copy = _plain(self).clone()
             found: Tensor = nn.Parameter(copy, self.requires_grad) if isinstance(self, LazyTable) else copy
@@ -72,7 +73,7 @@ class _Guarded:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.settle_table()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             plain = _plain(self)
             found: Tensor = nn.Parameter(plain, self.requires_grad) if isinstance(self, LazyTable) else plain
             return found.__reduce_ex__(protocol)
@@ -133,7 +134,7 @@ def looked_up(func: Callable, args: tuple, kwargs: dict, table: Any) -> Tensor |
     rows = rows_read(func, args, kwargs)
     if rows is None or rows.table is not table:
         return None
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_subclasses():
         return rows.ids.detach().long()
 
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim import SGD
 
+from sparsedp._torch import preserved_version, without_subclasses
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.grid import grid_of, round_to
 from sparsedp.kernels import loops
@@ -228,9 +228,9 @@ class LazyOwner(Owner):
     @contextmanager
     def _settling(self, table: _Table) -> Iterator[None]:
         """Settling is no change of the weights: to whoever reads them, they always had this noise."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             weight = table.parameter.detach()
-        with _unsafe_preserve_version_counter(weight), self._moving():
+        with preserved_version(weight), self._moving():
             yield
 
     def _require_intact(self) -> None:
@@ -251,7 +251,7 @@ class LazyOwner(Owner):
         if rows.numel() == 0:
             return
         before = since.numpy()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             weight, momentum = self._tensors(group, table)
             if not self._aggregate:
                 self._settle_by_step(group, table, weight, momentum, rows, before)
@@ -330,7 +330,7 @@ class LazyOwner(Owner):
     def _momentum(self, table: _Table) -> Tensor:
         """torch's momentum buffer of a table, which it would make at the first step."""
         state = self._optimizer.state[table.parameter]
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             buffer = state.get("momentum_buffer")
             if buffer is None:
                 buffer = torch.zeros_like(table.parameter.detach(), memory_format=torch.contiguous_format)
@@ -380,7 +380,7 @@ class LazyOwner(Owner):
         table = group.tables[name]
         assert table.trained
         rows = rows - table.owned.start if table.owned.start else rows
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with torch.no_grad(), without_subclasses():
             weight, momentum = self._tensors(group, table)
             if self._aggregate and not group.pending.has_momentum:
                 pulled = group.coefficients.pull_back()

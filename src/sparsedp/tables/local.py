@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from sparsedp._torch import optimizer_post_hooks, optimizer_pre_hooks
 from sparsedp.kernels.loops import move_rows
 from sparsedp.tables.owner import Owner, Ownership
 
@@ -53,5 +53,5 @@ def plain_rates(optimizer: Optimizer) -> dict[int, float]:
 def watched(optimizer: Optimizer) -> bool:
     """Whether somebody is called at each step of an optimizer, who may look at the gradients."""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    everybodys = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    everybodys = optimizer_pre_hooks or optimizer_post_hooks
     return bool("step" in vars(optimizer) or own or everybodys)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from sparsedp._torch import without_subclasses
 from sparsedp.noise import RandomKey, Sums
 from sparsedp.progress import Progress, no_progress
 from sparsedp.tables.spec import TableSpec
@@ -54,12 +55,12 @@ class Owner(ABC):
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The settled weights of each table's owned rows, and all that the optimizer keeps for each of these rows."""
         self.settle_all()
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             return {name: self._rows_of(name) for name in self.run.tables}
 
     def load_state(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Puts what `state` gave in place. No row is owed anything then."""
-        with self.replaced(), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        with self.replaced(), torch.no_grad(), without_subclasses():
             for name in self.run.tables:
                 for key, rows in self._rows_of(name).items():
                     rows.copy_(state[name][key])

@@ -1,0 +1,59 @@
+"""Every name of torch's that it does not document, in one place: a new torch breaks this file, or none.
+
+(Attributes of tensors and modules that start with an underscore, such as `_version` and `_backward_hooks`, are read where they
+are needed.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter as preserved_version
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
+from torch.nn.modules.module import _global_backward_hooks as module_backward_hooks
+from torch.nn.modules.module import _global_backward_pre_hooks as module_backward_pre_hooks
+from torch.optim.optimizer import _global_optimizer_post_hooks as optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as optimizer_pre_hooks
+
+__all__ = [
+    "BackwardCFunction",
+    "BatchNormBase",
+    "FunctionBase",
+    "SingleLevelFunction",
+    "StorageWeakRef",
+    "compiler_callback",
+    "current_backward",
+    "function_mode_at",
+    "function_mode_count",
+    "functorch_interpreter",
+    "is_functorch_tensor",
+    "is_tracing",
+    "module_backward_hooks",
+    "module_backward_pre_hooks",
+    "optimizer_post_hooks",
+    "optimizer_pre_hooks",
+    "preserved_version",
+    "saved_tensor_hooks",
+    "will_run",
+    "without_functions",
+    "without_subclasses",
+]
+
+# Contexts. Within the first, no subclass of Tensor hears of operations; within the second, no mode does either.
+without_subclasses = torch._C.DisableTorchFunctionSubclass
+without_functions = torch._C.DisableTorchFunction
+# The stack of torch function modes: how many there are, and the one at a place, from 0.
+function_mode_count = torch._C._len_torch_function_stack
+function_mode_at = torch._C._get_function_stack_at
+
+FunctionBase = torch._C._FunctionBase  # of custom functions of autograd
+current_backward = torch._C._current_graph_task_id  # the number of the backward pass that runs; -1: none does
+will_run = torch._C._will_engine_execute_node  # whether the backward pass that runs comes by a node
+saved_tensor_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+functorch_interpreter = torch._C._functorch.peek_interpreter_stack  # None outside of torch.func's transforms
+is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
+compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None or False where nothing is compiled
+is_tracing = torch._C._is_tracing
