@@ -13,6 +13,7 @@ from torch import nn
 
 import sparsedp
 from documentation import DOCS, code_of
+from neighbours import CLIP, largest_influence
 from sparsedp.accounting import accountant_names, epsilon_of, get_epsilon
 from sparsedp.cli.config.load import load_config
 from sparsedp.cli.config.schema import SchemaError, build
@@ -22,7 +23,6 @@ from sparsedp.clipping import Clipping
 from sparsedp.errors import UnsupportedError
 from support import Apply, assert_exact, capture_uses, clicks, dense, loader_of, train
 from support import Clicks as ClickModel
-from test_guarantee import CLIP, largest_influence
 
 PAGE = code_of("extending.md")
 ACCOUNTANT = PAGE["PlainRdp"].name

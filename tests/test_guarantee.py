@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import sparsedp
+from cases import CASES
+from neighbours import CLIP, clipped_sum, largest_influence
 from sparsedp import UnsupportedError
-from sparsedp.capture import Captured
 from sparsedp.clipping import Clipping
 from support import Apply, capture_uses, dense, loader_of, unit_loss
-from test_capture import CASES
-
-CLIP = 0.5
-
-
-def clipped_sum(found: Captured, module: nn.Module, clipping: Clipping) -> Tensor:
-    squares = sum(uses.squared_norms(found.units) for uses in found.uses.values())
-    assert isinstance(squares, Tensor)
-    factors = clipping.factors(squares.sqrt())
-    parts = []
-    for name, parameter in module.named_parameters():
-        if name in found.uses:
-            parts.append(dense(found.uses[name].weighted_sum(factors, parameter.shape), parameter.shape).flatten())
-        else:
-            parts.append(torch.zeros(parameter.numel(), dtype=parameter.dtype))
-    return torch.cat(parts)
-
-
-def largest_influence(module: nn.Module, inputs: list[Tensor], clipping: Clipping, loss: Callable = unit_loss) -> float:
-    """The most that leaving one unit out moves the clipped sum."""
-    whole = clipped_sum(capture_uses(module, inputs, loss), module, clipping)
-    worst = 0.0
-    for unit in range(inputs[0].shape[0]):
-        rest = [torch.cat([tensor[:unit], tensor[unit + 1 :]]) for tensor in inputs]
-        without = clipped_sum(capture_uses(module, rest, loss), module, clipping)
-        worst = max(worst, float((whole - without).norm()))
-    return worst
-
 
 SOME = [case for case in CASES if "length = batch" not in case]
 

@@ -24,12 +24,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, TensorDataset
 
 import sparsedp
+from cases import dlrm_batch, small_dlrm
 from sparsedp.clipping import Clipping
 from sparsedp.errors import UnsupportedError
 from sparsedp.models import DLRM
 from sparsedp.sampling import BatchInfo
 from support import one_by_one
-from test_dlrm import batch, small
 
 # ------------------------------------------------------------------ access patterns
 
@@ -99,8 +99,8 @@ def ours(model: nn.Module, inputs: tuple[Tensor, ...], clip: float) -> dict[str,
 @pytest.mark.parametrize("units_at_once", [3, 100])
 def test_baselines_form_our_clipped_sum(add: Any, pooling: int, sparse: bool, units_at_once: int) -> None:
     torch.manual_seed(1)
-    model = small(pooling, sparse).double()
-    x, ids, y = batch(12, pooling)
+    model = small_dlrm(pooling, sparse).double()
+    x, ids, y = dlrm_batch(12, pooling)
     inputs = (x.double(), ids, y.double())
     losses = lambda output: binary_cross_entropy_with_logits(output, output.new_ones(output.shape))  # noqa: E731
     norms = [
@@ -127,8 +127,8 @@ def test_baselines_form_our_clipped_sum(add: Any, pooling: int, sparse: bool, un
 @pytest.mark.parametrize("form", ["B", "R"])
 def test_a_baselines_step_adds_noise_to_every_row(form: Any) -> None:
     torch.manual_seed(0)
-    model = small(sparse=True)
-    x, ids, y = batch(8)
+    model = small_dlrm(sparse=True)
+    x, ids, y = dlrm_batch(8)
     buffers = {name: torch.empty_like(p, requires_grad=False) for name, p in model.named_parameters()}
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     watch = Stopwatch()

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from neighbours import largest_influence
 from sparsedp.capture import ParameterUses, kernels
 from sparsedp.capture import products as products_module
 from sparsedp.capture import softmax as softmax_module
@@ -22,7 +23,6 @@ from sparsedp.capture.uses import Linear, Lookup
 from sparsedp.clipping import Clipping
 from sparsedp.nn import sequence_loss, table_softmax_loss
 from support import Apply, assert_exact, capture_uses
-from test_guarantee import largest_influence
 
 
 class Tied(nn.Module):

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import sparsedp
+from neighbours import contribution
 from sparsedp.models import DualEncoder
 from sparsedp.nn import table_softmax_loss
 from support import Apply, loader_of, make_private
-from test_attacks_on_units import contribution
 
 ROWS, DIM = 9, 4
 Change = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]

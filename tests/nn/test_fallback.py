@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsedp
+from neighbours import largest_influence
 from sparsedp import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection
 from sparsedp.clipping import Clipping
 from sparsedp.counting import count_rows
 from sparsedp.nn import FallbackEmbedding, FallbackEmbeddingBag
 from support import Apply, assert_exact, capture_uses, clicks, dense, loader_of, make_private, train
-from test_guarantee import largest_influence
 
 ROWS, DIM = 50, 6
 

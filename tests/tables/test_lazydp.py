@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import pickle
 import signal
 import subprocess
@@ -256,8 +257,9 @@ def test_resume_after_a_kill(tmp_path: Any) -> None:
         "run.module.out.forward = lambda x: os.kill(os.getpid(), signal.SIGKILL)\n"
         "run.train()\n"
     )
-    here = Path(__file__).parent
-    killed = subprocess.run([sys.executable, "-c", script], cwd=here, timeout=120, capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    command = [sys.executable, "-c", script]
+    killed = subprocess.run(command, env=environment, timeout=120, capture_output=True, text=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     settings = SETTINGS["everything"]
     again = Run(sparsedp.LazyDP(aggregate=False), **settings)

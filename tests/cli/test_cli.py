@@ -250,7 +250,7 @@ finally:
     print(os.environ["OMP_WAIT_POLICY"])
 """
     environment = {key: value for key, value in os.environ.items() if key not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    environment |= {"PYTHONPATH": str(Path(__file__).parent.parent / "src"), "OMP_DISPLAY_ENV": "VERBOSE"}
+    environment |= {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_DISPLAY_ENV": "VERBOSE"}
     if policy is not None:
         environment["OMP_WAIT_POLICY"] = policy
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -465,7 +465,7 @@ def test_a_changed_plan_is_refused_by_the_checkpoint() -> None:
 def interrupted(number: signal.Signals, *changes: str) -> None:
     long = ["--set=training.epochs=2000", "--set=data.rows=5000", *changes]
     command = [sys.executable, "-m", "sparsedp.cli.main", "train", "tiny.yaml", "--run-dir", "run", *long]
-    source = str(Path(__file__).parent.parent / "src")
+    source = str(Path(__file__).parents[2] / "src")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
     environment["OMP_NUM_THREADS"] = "1"
     process = subprocess.Popen(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsedp
+from neighbours import largest_influence
 from sparsedp import DPSGD, EANA, AdaFEST, LazyDP
 from sparsedp.capture import RowSparse
 from sparsedp.clipping import Clipping
@@ -18,7 +19,6 @@ from sparsedp.errors import UnitsMixedError
 from sparsedp.models import DualEncoder
 from sparsedp.nn import CandidateSampler, candidate_loss, sequence_loss
 from support import Apply, assert_exact, loader_of, make_private
-from test_guarantee import largest_influence
 
 ITEMS, LENGTH, DIM, UNITS = 12, 4, 5, 7
 

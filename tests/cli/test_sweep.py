@@ -480,7 +480,7 @@ def test_ctrl_c_keeps_the_finished_runs_and_the_same_command_goes_on(capsys: pyt
     long = {"set": {"training.epochs": 100_000}}
     path = written(SMALL, variants={"dpsgd": {}, "first": {}, "long": long, "longer": long})
     command = [sys.executable, "-m", "sparsedp.cli.main", "sweep", str(path), "--jobs", "2"]
-    source = str(Path(__file__).parent.parent / "src")
+    source = str(Path(__file__).parents[2] / "src")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True

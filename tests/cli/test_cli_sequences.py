@@ -34,7 +34,7 @@ training: {epochs: 2, batch_size: 50, log_every: 1, evaluate_every_epochs: 1, th
 privacy: {noise_multiplier: 1.0, max_grad_norm: 1, unit: user}
 """
 STEPS = 12  # 300 users in batches of 50, twice
-CONFIGS = Path(__file__).parent.parent / "src/sparsedp/cli/configs"
+CONFIGS = Path(__file__).parents[2] / "src/sparsedp/cli/configs"
 
 
 @pytest.fixture(autouse=True)

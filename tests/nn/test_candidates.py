@@ -14,12 +14,12 @@ from scipy import stats
 from torch import Tensor, nn
 
 import sparsedp
+from neighbours import largest_influence
 from sparsedp import FEST, AdaFEST, SparseDPError, SparseDPWarning
 from sparsedp.capture import RowSparse
 from sparsedp.clipping import Clipping
 from sparsedp.nn import CandidateSampler, FallbackEmbedding, candidate_loss, candidate_scores
 from support import Apply, assert_exact, capture_uses, loader_of, make_private
-from test_guarantee import largest_influence
 
 
 class Next(nn.Module):

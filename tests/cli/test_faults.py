@@ -309,7 +309,7 @@ def require_kills(mechanism: str, chosen: slice) -> None:
     write_inputs(mechanism)
     tests = str(Path(__file__).parent)
     source = KILLED.replace("faults.kills()", f"faults.kills()[{chosen.start}:{chosen.stop}:{chosen.step}]")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(tests).parent / "src"), tests])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(tests).parents[1] / "src"), tests])}
     environment |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", source, tests], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -63,7 +63,7 @@ class Model(nn.Module):
     def forward(self, ids, weight):
         return self.out(self.table(ids)).squeeze(1) * weight
 """
-SOURCE = str(Path(__file__).parent.parent / "src")
+SOURCE = str(Path(__file__).parents[2] / "src")
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import sparsedp
+from neighbours import largest_influence
 from sparsedp import DPSGD, AdaFEST, LazyDP
 from sparsedp.capture import RowSparse
 from sparsedp.clipping import Clipping
 from sparsedp.models import DPFormer, RecurrentRecommender, SequenceModel
 from sparsedp.nn import CandidateSampler, candidate_loss, sequence_loss
 from support import assert_exact, loader_of, make_private
-from test_guarantee import largest_influence
 
 ITEMS, LENGTH, DIM = 30, 7, 8
 

@@ -1,23 +1,16 @@
-"""Captured norms and sums are those of one unit at a time, for every operation that is supported."""
+"""Modules for every operation that is supported, with their inputs, and models that nobody wrote by hand."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 import sparsedp
-from sparsedp.capture import Capture
-from sparsedp.capture import uses as uses_module
-from support import Apply, assert_exact, batch_of, unit_loss
+from sparsedp.models import DLRM
+from support import Apply
 
 B, L, D, V = 6, 5, 8, 10
-
-
-@pytest.fixture(autouse=True)
-def _seed() -> None:
-    torch.manual_seed(0)
 
 
 def ids(*shape: int) -> torch.Tensor:
@@ -233,191 +226,91 @@ def _merged_heads() -> nn.Module:
 CASES = {**LINEAR, **LOOKUP, **TIES, **ELEMENTWISE, **CONV, **ATTENTION}
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_exact(case: str) -> None:
-    assert_exact(*CASES[case]())
+DIM, ROWS = 4, 7
+BLOCKS = (
+    "linear", "linear again", "functional", "matmul", "norm", "rms", "scale", "position", "position slice", "attention",
+    "conv", "residual", "second lookup", "bag", "lstm", "seq first", "flatten", "table as matrix", "bias",
+)  # fmt: skip
+HEADS = ("untied", "tied module", "tied matmul", "tied functional", "mean pool")
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_exact_for_a_batch_of_one(case: str) -> None:
-    module, *inputs = CASES[case]()
-    assert_exact(module, *[tensor[:1] for tensor in inputs])
+class Generated(nn.Module):
+    """Ids (B, L) through an embedding, `blocks`, and a `head`; all lookups and ties share one table."""
+
+    def __init__(self, blocks: list[str], head: str, length: int, padding: int | None) -> None:
+        super().__init__()
+        self.blocks, self.kind = blocks, head
+        self.table = nn.Embedding(ROWS, DIM, padding_idx=padding)
+        self.linear = nn.Linear(DIM, DIM)
+        self.square = nn.Parameter(torch.randn(DIM, DIM))
+        self.scale = nn.Parameter(torch.randn(DIM))
+        self.norm, self.rms = nn.LayerNorm(DIM), nn.RMSNorm(DIM)
+        self.position = nn.Embedding(length + 2, DIM)
+        self.attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
+        self.conv = nn.Conv1d(DIM, DIM, 3, padding=1)
+        self.lstm = sparsedp.nn.LSTM(DIM, DIM, batch_first=True)
+        self.head = nn.Linear(DIM, ROWS)
+        if head == "tied module":
+            self.head.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = self.table(ids)
+        for block in self.blocks:
+            h = self.apply_block(block, h, ids)
+        if self.kind == "tied matmul":
+            return h @ self.table.weight.T
+        if self.kind == "tied functional":
+            return F.linear(h, self.table.weight)
+        return self.head(h if self.kind != "mean pool" else h.mean(1))
+
+    def apply_block(self, block: str, h: Tensor, ids: Tensor) -> Tensor:
+        length = ids.shape[1]
+        if block in ("linear", "linear again"):
+            return self.linear(h).tanh()
+        if block == "functional":
+            return F.linear(h, self.linear.weight)
+        if block == "matmul":
+            return (h @ self.square).sin()
+        if block == "norm":
+            return self.norm(h)
+        if block == "rms":
+            return self.rms(h)
+        if block == "scale":
+            return h * self.scale
+        if block == "bias":
+            return h + self.scale
+        if block == "position":
+            return h + self.position(torch.arange(length))
+        if block == "position slice":
+            return h * self.position.weight[1 : length + 1]
+        if block == "attention":
+            return self.attention(h, h, h, need_weights=False)[0]
+        if block == "conv":
+            return self.conv(h.transpose(1, 2)).transpose(1, 2)
+        if block == "residual":
+            return h + self.linear(self.norm(h))
+        if block == "second lookup":
+            return h * self.table((ids + 1) % ROWS)
+        if block == "bag":
+            return h + F.embedding_bag(ids, self.table.weight, mode="mean")[:, None]
+        if block == "lstm":
+            return self.lstm(h)[0]
+        if block == "seq first":
+            return self.linear(h.transpose(0, 1)).transpose(0, 1).sin()
+        if block == "flatten":
+            return self.linear(h.reshape(-1, DIM)).view_as(h).sin()
+        if block == "table as matrix":
+            return (h @ self.table.weight.T).tanh() @ self.table.weight
+        raise AssertionError(block)
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if "length = batch" not in case])
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_nothing_from_an_empty_batch(case: str) -> None:
-    module, *inputs = CASES[case]()
-    assert_nothing(module, [tensor[:0] for tensor in inputs])
+def small_dlrm(pooling: int = 1, sparse: bool = False) -> DLRM:
+    return DLRM([5, 9, 7], integers=4, dim=6, bottom=(8,), top=(10, 5), pooling=pooling, sparse=sparse)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.filterwarnings("ignore:.*:UserWarning")
-def test_evaluation_without_gradients(case: str, training: bool) -> None:
-    """Under no_grad the module gives what it gives without capture, in train and eval mode."""
-    module, *inputs = CASES[case]()
-    module.train(training and "eval" not in case)
-    with torch.no_grad():
-        wanted = module(*inputs)
-        capture = Capture(module, dict(module.named_parameters()), batch_of(B))
-        capture.attach()
-        found = module(*inputs)
-        capture.detach()
-    for one, other in zip(*(value if isinstance(value, tuple) else (value,) for value in (wanted, found))):
-        if isinstance(one, torch.Tensor):
-            both = one.isfinite() & other.isfinite()  # torch's fast path fills fully masked rows differently
-            torch.testing.assert_close(other[both], one[both])
-
-
-def assert_nothing(module: nn.Module, inputs: list[torch.Tensor]) -> None:
-    from support import capture_uses, dense
-
-    found = capture_uses(module, inputs)
-    for name, parameter in module.named_parameters():
-        if name in found.uses:
-            assert found.uses[name].squared_norms(0).shape == (0,)
-            total = dense(found.uses[name].weighted_sum(torch.zeros(0), parameter.shape), parameter.shape)
-            assert float(total.abs().max()) == 0
-
-
-@pytest.mark.parametrize("case", BAGS)
-@pytest.mark.parametrize("form", ["2-D", "offsets", "last offset"])
-@pytest.mark.parametrize("calls", [1, 2])
-def test_bags(case: str, form: str, calls: int) -> None:
-    """Every input form of nn.EmbeddingBag, with empty bags and repeated ids."""
-    mode, weighted, padding = BAGS[case]
-    bag = nn.EmbeddingBag(V, D, mode=mode, padding_idx=padding, include_last_offset=form == "last offset")
-    lengths = [L] * B if form == "2-D" else [3, 0, 1, 7, 0, 4]
-    table = ids(B, 7)
-    table[:, 1] = table[:, 0]
-    weights = x(B, 7)
-
-    def one(model: nn.Module, rows: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        """Units come in padded; forward makes the form under test from the lengths of those present."""
-        total = 0.0
-        present = [lengths[int(r)] for r in rows[:, -1]]
-        for call in range(calls):
-            flat = torch.cat([row[:n] for row, n in zip((rows[:, :7] + call) % V, present)])
-            flat_w = torch.cat([row[:n] for row, n in zip(w, present)])
-            if form == "2-D":
-                square = ((rows[:, :7] + call) % V)[:, :L]
-                out = model.bag(square, per_sample_weights=w[:, :L] if weighted else None)
-            else:
-                offsets = torch.tensor([0, *present]).cumsum(0)
-                offsets = offsets if form == "last offset" else offsets[:-1]
-                out = model.bag(flat, offsets, flat_w if weighted else None)
-            total = total + out * (1 + call)
-        return total
-
-    numbered = torch.cat([table, torch.arange(B)[:, None]], dim=1)
-    assert_exact(Apply(one, bag=bag), numbered, weights)
-
-
-def test_weights_of_a_bag_are_trained() -> None:
-    """per_sample_weights that come from a layer get their own gradient."""
-    model = Apply(
-        lambda m, i, w: m.e(i, per_sample_weights=m.k(w).squeeze(-1)),
-        e=nn.EmbeddingBag(V, D, mode="sum"),
-        k=nn.Linear(D, 1),
-    )
-    assert_exact(model, ids(), x())
-
-
-def test_two_forward_passes_one_backward() -> None:
-    """Siamese use: the second pass adds to the same units."""
-    tower = Apply(lambda m, i: m.l(m.e(i).sum(1)), e=emb(), l=nn.Linear(D, 3)).double()
-    one, two = ids(), ids()
-
-    class Siamese(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.tower = tower
-
-        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            return self.tower(a) * self.tower(b)
-
-    assert_exact(Siamese(), one, two)
-    from sparsedp.capture import Capture
-    from support import one_by_one
-
-    wanted = one_by_one(Siamese(), [one, two])
-    capture = Capture(tower, dict(tower.named_parameters()), batch_of(B))
-    capture.attach()
-    unit_loss(tower(one) * tower(two)).backward()
-    found = capture.collect()
-    capture.detach()
-    assert found is not None
-    squares = torch.stack([g["tower.e.weight"].square().sum() for g in wanted])
-    torch.testing.assert_close(found.uses["e.weight"].squared_norms(B), squares)
-
-
-def test_two_backward_passes_add_up() -> None:
-    from sparsedp.capture import Capture
-    from support import one_by_one
-
-    model = Apply(lambda m, i: m.l(m.e(i)), e=emb(), l=nn.Linear(D, 3)).double()
-    inputs = ids()
-    wanted = one_by_one(model, [inputs], lambda out: unit_loss(out) + 3 * out.sum())
-    capture = Capture(model, dict(model.named_parameters()), batch_of(B))
-    capture.attach()
-    out = model(inputs)
-    unit_loss(out).backward(retain_graph=True)
-    (3 * out.sum()).backward()
-    found = capture.collect()
-    capture.detach()
-    assert found is not None
-    for name, used in found.uses.items():
-        torch.testing.assert_close(used.squared_norms(B), torch.stack([g[name].square().sum() for g in wanted]))
-
-
-def test_frozen_parameters_stay_out() -> None:
-    model = Apply(lambda m, i: m.l(m.e(i)), e=emb(), l=nn.Linear(D, 3))
-    model.e.weight.requires_grad_(False)  # type: ignore[union-attr]
-    found = assert_exact(model, ids())
-    assert set(found.uses) == {"l.weight", "l.bias"}
-
-
-def test_no_grad_inside_forward() -> None:
-    def forward(m: nn.Module, i: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            fixed = m.e(i)
-        return m.l(fixed)
-
-    found = assert_exact(Apply(forward, e=emb(), l=nn.Linear(D, 3)), ids())
-    assert set(found.uses) == {"l.weight", "l.bias"}
-
-
-@pytest.mark.parametrize("case", ["h @ emb.weight.T", "encoder layer", "conv2d", "two towers"])
-def test_units_in_chunks_give_the_same(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms that would need a large temporary are computed for a few units at a time."""
-    monkeypatch.setattr(uses_module, "_TEMPORARY", 60)
-    assert_exact(*CASES[case]())
-
-
-def test_autograd_forms_no_weight_gradient() -> None:
-    """The largest tensor that a tied model's step makes is the logits, not units x rows x dim."""
-    model = Apply(lambda m, i: m.e(i).sin() @ m.e.weight.T, e=nn.Embedding(500, 16))
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            nonlocal largest
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(tensor, torch.Tensor):
-                    largest = max(largest, tensor.numel())
-            return out
-
-    from support import capture_uses
-
-    inputs = torch.randint(500, (32, 4))
-    with Watch():
-        found = capture_uses(model, [inputs])
-        found.uses["e.weight"].squared_norms(32)
-        found.uses["e.weight"].weighted_sum(torch.ones(32), torch.Size([500, 16]))
-    assert largest <= 32 * 4 * 500 < 32 * 500 * 16
+def dlrm_batch(units: int, pooling: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers, ids and labels for `small_dlrm`; ids repeat within a feature."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(5, (units, 3, pooling), generator=generator)
+    integers = torch.rand(units, 4, generator=generator) * 50
+    return integers, ids.squeeze(2) if pooling == 1 else ids, torch.rand(units, generator=generator).round()

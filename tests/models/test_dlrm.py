@@ -8,20 +8,9 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 import sparsedp
+from cases import dlrm_batch, small_dlrm
 from sparsedp.models import DLRM, dlrm_table_sizes
 from support import assert_exact, loader_of, make_private
-
-
-def small(pooling: int = 1, sparse: bool = False) -> DLRM:
-    return DLRM([5, 9, 7], integers=4, dim=6, bottom=(8,), top=(10, 5), pooling=pooling, sparse=sparse)
-
-
-def batch(units: int, pooling: int = 1, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers, ids and labels for `small`; ids repeat within a feature."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(5, (units, 3, pooling), generator=generator)
-    integers = torch.rand(units, 4, generator=generator) * 50
-    return integers, ids.squeeze(2) if pooling == 1 else ids, torch.rand(units, generator=generator).round()
 
 
 def test_mlperfs_architecture() -> None:
@@ -50,8 +39,8 @@ def test_the_papers_table_sizes() -> None:
 
 @pytest.mark.parametrize("pooling", [1, 3])
 def test_interaction_by_hand(pooling: int) -> None:
-    model = small(pooling)
-    integers, ids, _ = batch(3, pooling)
+    model = small_dlrm(pooling)
+    integers, ids, _ = dlrm_batch(3, pooling)
     integers[0, 1], integers[1, 2] = float("nan"), -3.0
     seen: list[Tensor] = []
     model.top.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
@@ -69,8 +58,8 @@ def test_interaction_by_hand(pooling: int) -> None:
 @pytest.mark.parametrize("pooling", [1, 2])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_batches(units: int, pooling: int, sparse: bool) -> None:
-    model = small(pooling, sparse)
-    integers, ids, _ = batch(units, pooling)
+    model = small_dlrm(pooling, sparse)
+    integers, ids, _ = dlrm_batch(units, pooling)
     logits = model(integers, ids)
     assert logits.shape == (units,)
     logits.sum().backward()
@@ -78,25 +67,25 @@ def test_batches(units: int, pooling: int, sparse: bool) -> None:
 
 
 def test_wrong_shapes_are_refused() -> None:
-    integers, ids, _ = batch(2)
+    integers, ids, _ = dlrm_batch(2)
     with pytest.raises(ValueError, match="4 integers and 3 categories per example, got 5 and 3"):
-        small()(torch.ones(2, 5), ids)
+        small_dlrm()(torch.ones(2, 5), ids)
     with pytest.raises(ValueError, match="4 integers and 3 x 2 categories per example, got 4 and 3"):
-        small(pooling=2)(integers, ids)
+        small_dlrm(pooling=2)(integers, ids)
     with pytest.raises(ValueError, match="pooling must be at least 1"):
-        small(pooling=0)
+        small_dlrm(pooling=0)
 
 
 @pytest.mark.parametrize("pooling", [1, 3])
 @pytest.mark.parametrize("units", [1, 6])
 def test_captured_gradients_equal_one_by_one(pooling: int, units: int) -> None:
-    integers, ids, _ = batch(units, pooling)
-    assert_exact(small(pooling), integers, ids)
+    integers, ids, _ = dlrm_batch(units, pooling)
+    assert_exact(small_dlrm(pooling), integers, ids)
 
 
 @pytest.mark.parametrize("pooling", [1, 3])
 def test_check_passes(pooling: int) -> None:
-    report = sparsedp.check(small(pooling), binary_cross_entropy_with_logits, batch(6, pooling))
+    report = sparsedp.check(small_dlrm(pooling), binary_cross_entropy_with_logits, dlrm_batch(6, pooling))
     assert report.parameters == 3 + 2 * 2 + 2 * 3
 
 
@@ -107,8 +96,8 @@ MECHANISMS = [sparsedp.DPSGD(), sparsedp.EANA(), sparsedp.AdaFEST(threshold=1.0)
 @pytest.mark.parametrize("pooling", [1, 3])
 def test_trains_under_every_mechanism(mechanism: sparsedp.Mechanism, pooling: int) -> None:
     torch.manual_seed(0)
-    model = small(pooling, sparse=True)
-    integers, ids, labels = batch(40, pooling)
+    model = small_dlrm(pooling, sparse=True)
+    integers, ids, labels = dlrm_batch(40, pooling)
     loader = loader_of(integers, ids, labels, batch_size=10)
     _, model, optimizer, loader = make_private(model, loader, mechanism=mechanism)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}

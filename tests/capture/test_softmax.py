@@ -28,7 +28,7 @@ from sparsedp.nn import (
 )
 from sparsedp.nn import softmax as losses_module
 from support import Apply, assert_exact, batch_of, loader_of, make_private
-from test_users import assert_exact as assert_exact_for_users
+from users import assert_exact as assert_exact_for_users
 
 
 def reference(logits: Tensor, target: Tensor, ignore: int = 0) -> Tensor:

@@ -14,7 +14,6 @@ from dp_accounting import (
     PoissonSampledDpEvent,
     SelfComposedDpEvent,
 )
-
 from oracle import (
     composed_delta,
     exponential,
@@ -24,6 +23,7 @@ from oracle import (
     sampled_gaussian,
     steps_delta,
 )
+
 from sparsedp.accounting import ExponentialMechanismDpEvent, epsilon_of
 from sparsedp.accounting.events import canonical, gaussian_step
 from sparsedp.accounting.pld import pld_epsilon

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,38 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import sparsedp
+from neighbours import contribution, step_without_noise
 from sparsedp.nn import table_softmax_loss
-
-Loop = Callable[[nn.Module, Any], Tensor]
-
-
-def clipped_sum(module: nn.Module, data: tuple[Tensor, ...], loop: Loop, users: Any = None, **options: Any) -> Tensor:
-    """What one step without noise, over all units, moves the parameters by: the sum of clipped gradients at C = 1."""
-    module = copy.deepcopy(module)
-    before = torch.cat([p.detach().double().flatten() for p in module.parameters() if p.requires_grad])
-    units = len(data[0]) if users is None else len(np.unique(users))
-    if users is not None:
-        options |= {"unit": "user", "users": users}
-    module, optimizer, loader = sparsedp.PrivacyEngine(seed=0).make_private(
-        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
-        data_loader=DataLoader(TensorDataset(*data), batch_size=units), noise_multiplier=0.0, max_grad_norm=1.0,
-        loss_reduction="sum", **options,
-    )  # fmt: skip
-    for batch in loader:
-        optimizer.zero_grad()
-        loop(module, batch).backward()
-        optimizer.step()
-    return before - torch.cat([p.detach().double().flatten() for p in module.parameters() if p.requires_grad])
-
-
-def contribution(module: nn.Module, data: tuple[Tensor, ...], loop: Loop, users: Any = None, **options: Any) -> float:
-    """By how much the sum differs without unit 0, the first."""
-    kept = torch.arange(len(data[0])) != 0 if users is None else torch.from_numpy(users != 0)
-    less = tuple(tensor[kept] for tensor in data)
-    others = None if users is None else users[kept.numpy()]
-    whole = clipped_sum(module, data, loop, users, **options)
-    return float((whole - clipped_sum(module, less, loop, others, **options)).norm())
-
 
 # ---------------------------------------------------------------------- rounding
 
@@ -113,7 +82,7 @@ def test_tiny_states_with_huge_loss_weights(size: float) -> None:
 def test_gradients_too_large_for_an_exact_factor_are_refused() -> None:
     data = torch.tensor([[3e38], [0.0]]), torch.tensor([1.0, 1.0])
     with pytest.raises(sparsedp.NonFiniteGradientError, match="larger than 1e"):
-        clipped_sum(nn.Linear(1, 1, bias=False), data, lambda m, b: (m(b[0]).squeeze(1) * b[1] * 1e7).sum())
+        step_without_noise(nn.Linear(1, 1, bias=False), data, lambda m, b: (m(b[0]).squeeze(1) * b[1] * 1e7).sum())
 
 
 # ---------------------------------------------------------------------- repeated and reordered units
@@ -238,7 +207,7 @@ def test_a_table_that_changes_before_the_step_is_noticed() -> None:
         return loss
 
     with pytest.raises(sparsedp.UnsupportedError, match="changed between forward and step"):
-        clipped_sum(Softmax(), states(), change)
+        step_without_noise(Softmax(), states(), change)
 
 
 # ---------------------------------------------------------------------- whose examples are whose

@@ -64,7 +64,7 @@ def test_criteo_needs_paths_and_makes_them_absolute(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_demo_explains_every_key_that_it_can_have() -> None:
-    configs = Path(__file__).parent.parent / "src/sparsedp/cli/configs"
+    configs = Path(__file__).parents[2] / "src/sparsedp/cli/configs"
     values = yaml.safe_load((configs / "demo.yaml").read_text())
     assert values["stream"] is None
     values["stream"] = yaml.safe_load((configs / "stream.yaml").read_text())["stream"]  # which explains these keys
