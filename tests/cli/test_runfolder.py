@@ -242,9 +242,10 @@ def test_signals_one_two_three() -> None:
 def test_ctrl_c_twice(at: str, capsys: pytest.CaptureFixture[str]) -> None:
     """During the last evaluation, in the middle of a step, while the checkpoint is written: nothing is lost."""
     import sparsedp.cli.loop as loop
+    import sparsedp.cli.scheduled_evaluation as scheduled_evaluation
     from sparsedp.engine import PrivacyEngine
 
-    owner = {"evaluate": training, "forward": loop, "save_checkpoint": PrivacyEngine}[at]
+    owner = {"evaluate": scheduled_evaluation, "forward": loop, "save_checkpoint": PrivacyEngine}[at]
     original, calls = getattr(owner, at), 0
 
     def interrupted(*args: Any, **options: Any) -> Any:
