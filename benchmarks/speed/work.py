@@ -89,7 +89,7 @@ class Counting(TorchDispatchMode):
     """Counts the matrix products and exponentials of what runs within."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.products: Counter[Product] = Counter()
         self.exponentials = 0
 

@@ -171,7 +171,7 @@ class Capture:
             refuse_backward_hooks(name, module)
         if not self._pass.modules:
             self._begin(name, args, kwargs)
-            self._mode.__enter__()
+            self._mode.__enter__()  # type: ignore[no-untyped-call]
             self._functions.begin()
             self._scripted.begin()
         self._pass.modules.append(name)
@@ -224,7 +224,7 @@ class Capture:
         if not self._pass.modules:
             self._functions.end()
             self._scripted.end()
-            self._mode.__exit__(None, None, None)
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def _watch_outputs(self, output: Any) -> None:
         """A loss may not depend on an output that capture did not see being made."""

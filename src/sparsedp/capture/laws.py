@@ -23,7 +23,7 @@ class Replaced(TorchDispatchMode):
     """Within it the operations that torch is made of draw from `draws`; those that it cannot replace are refused."""
 
     def __init__(self, draws: Draws) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._draws = draws
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:

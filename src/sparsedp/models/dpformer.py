@@ -89,7 +89,7 @@ class DPFormer(SequenceModel):
             self.register_buffer("position_error", torch.full((length,), math.nan))
             self.register_buffer("weight_error", torch.tensor(math.nan))
             self.register_buffer("cap", torch.tensor(math.nan))
-            self.register_load_state_dict_post_hook(_after_load)
+            self.register_load_state_dict_post_hook(_after_load)  # type: ignore[no-untyped-call]
         self._tracks = False
 
     def track_errors(

@@ -34,7 +34,7 @@ def table_softmax_loss(hidden: Tensor, weight: Tensor, target: Tensor, ignore: i
             f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(target.shape)}"
         )
     wanted, left_out = checked_targets(target, weight.shape[0], ignore)
-    return SoftmaxLoss.apply(hidden, weight, wanted, left_out, None)
+    return SoftmaxLoss.apply(hidden, weight, wanted, left_out, None)  # type: ignore[no-untyped-call]
 
 
 def sequence_loss(logits: Tensor, target: Tensor, ignore: int = 0) -> Tensor:
@@ -50,7 +50,7 @@ def sequence_loss(logits: Tensor, target: Tensor, ignore: int = 0) -> Tensor:
             f"{tuple(target.shape)}"
         )
     wanted, left_out = checked_targets(target, logits.shape[-1], ignore)
-    return _LogitsLoss.apply(logits, wanted[:, None].flatten(1), left_out).mean()
+    return _LogitsLoss.apply(logits, wanted[:, None].flatten(1), left_out).mean()  # type: ignore[no-untyped-call]
 
 
 class _LogitsLoss(torch.autograd.Function):

@@ -53,7 +53,7 @@ def _table_softmax_loss(capture: CaptureForRules, name: str, func: Callable, arg
         )  # fmt: skip
     wanted, left_out = checked_targets(target, weight.shape[0], bound.get("ignore", 0))
     passed: list[Passed] = []
-    out = SoftmaxLoss.apply(hidden, weight, wanted, left_out, passed)
+    out = SoftmaxLoss.apply(hidden, weight, wanted, left_out, passed)  # type: ignore[no-untyped-call]
     kept_weight = capture.keep(weight, name, table.names)
     first, mark = table.offset // weight.shape[1], _mark(weight)
     is_changed = capture.refuse(
