@@ -15,8 +15,8 @@ from benchmarks.compare.problem import PLAIN, VARIANTS, Problem
 from benchmarks.speed.console import default_text, make_table, positive, positive_number
 from sparsedp.errors import SparseDPError
 
-FULL = {"repeats": 40, "batch": {"step": 2048, "vocabulary": 1024, "tied": 64}, "scale": 0.2}
-QUICK = {"repeats": 5, "batch": {"step": 256, "vocabulary": 256, "tied": 16}, "scale": 0.01}
+FULL: dict[str, Any] = {"repeats": 40, "batch": {"step": 2048, "vocabulary": 1024, "tied": 64}, "scale": 0.2}
+QUICK: dict[str, Any] = {"repeats": 5, "batch": {"step": 256, "vocabulary": 256, "tied": 16}, "scale": 0.01}
 ROWS = {"step": (0, 0), "vocabulary": (1_000_000, 10_000), "tied": (3400, 200)}  # and with --quick
 LENGTH = (100, 10)
 
@@ -66,9 +66,9 @@ def problem_of(args: argparse.Namespace) -> Problem:
     return Problem(
         part=part,
         variants=variants,
-        batch=args.batch or chosen["batch"][part],  # type: ignore[index]
+        batch=args.batch or chosen["batch"][part],
         rows=args.rows or ROWS[part][args.quick],
-        scale=args.scale or float(chosen["scale"]),  # type: ignore[arg-type]
+        scale=args.scale or chosen["scale"],
         length=LENGTH[args.quick],
     )
 
