@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -78,7 +80,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise SparseDPError(f"There is no folder '{args.json.parent}' to write '{args.json.name}' into.")
     problem, repeats = problem_of(args), args.repeats or (QUICK if args.quick else FULL)["repeats"]
-    result = bench_compare(problem, args.base, repeats=repeats, say=partial(console.print, markup=False))
+    # Whoever ends the command by a signal leaves no checkout behind either.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        result = bench_compare(problem, args.base, repeats=repeats, say=partial(console.print, markup=False))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     path = args.json or Path("runs") / "compare" / f"{result['base']}-{problem.part}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")
