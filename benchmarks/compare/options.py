@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ from benchmarks.compare.problem import PLAIN, VARIANTS, Problem
 from benchmarks.speed.console import default_text, make_table, positive, positive_number
 from sparsedp.errors import SparseDPError
 
-FULL = {"repeats": 40, "batch": {"step": 2048, "vocabulary": 1024, "tied": 64}, "scale": 0.2}
-QUICK = {"repeats": 5, "batch": {"step": 256, "vocabulary": 256, "tied": 16}, "scale": 0.01}
+FULL: dict[str, Any] = {"repeats": 40, "batch": {"step": 2048, "vocabulary": 1024, "tied": 64}, "scale": 0.2}
+QUICK: dict[str, Any] = {"repeats": 5, "batch": {"step": 256, "vocabulary": 256, "tied": 16}, "scale": 0.01}
 ROWS = {"step": (0, 0), "vocabulary": (1_000_000, 10_000), "tied": (3400, 200)}  # and with --quick
 LENGTH = (100, 10)
 
@@ -66,9 +68,9 @@ def problem_of(args: argparse.Namespace) -> Problem:
     return Problem(
         part=part,
         variants=variants,
-        batch=args.batch or chosen["batch"][part],  # type: ignore[index]
+        batch=args.batch or chosen["batch"][part],
         rows=args.rows or ROWS[part][args.quick],
-        scale=args.scale or float(chosen["scale"]),  # type: ignore[arg-type]
+        scale=args.scale or chosen["scale"],
         length=LENGTH[args.quick],
     )
 
@@ -78,7 +80,12 @@ def run(args: argparse.Namespace) -> int:
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise SparseDPError(f"There is no folder '{args.json.parent}' to write '{args.json.name}' into.")
     problem, repeats = problem_of(args), args.repeats or (QUICK if args.quick else FULL)["repeats"]
-    result = bench_compare(problem, args.base, repeats=repeats, say=partial(console.print, markup=False))
+    # Whoever ends the command by a signal leaves no checkout behind either.
+    before = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        result = bench_compare(problem, args.base, repeats=repeats, say=partial(console.print, markup=False))
+    finally:
+        signal.signal(signal.SIGTERM, before)
     path = args.json or Path("runs") / "compare" / f"{result['base']}-{problem.part}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2) + "\n")

@@ -48,7 +48,11 @@ def test_help(part: str, capsys: pytest.CaptureFixture[str]) -> None:
         main([part, "--help"])
     out = capsys.readouterr().out
     assert ended.value.code == 0 and f"usage: python -m benchmarks {part}" in out
-    wanted = {"all": ("--quick", "--folder", "--part"), "page": ("--folder",)}
+    wanted = {
+        "all": ("--quick", "--folder", "--part"),
+        "page": ("--folder",),
+        "compare": ("--base", "--part", "--mechanism", "--quick", "--json"),
+    }
     assert all(option in out for option in wanted.get(part, ("--quick", "--json", "--plots")))
 
 
@@ -56,7 +60,7 @@ def test_help_names_all_parts(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--help"])
     out = capsys.readouterr().out
-    assert all(name in out for name in (*PARTS, "all", "page"))
+    assert all(name in out for name in (*PARTS, "all", "page", "compare"))
     for argv in ([], ["speed"]):
         with pytest.raises(SystemExit) as ended:
             main(argv)

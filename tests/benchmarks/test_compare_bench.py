@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from benchmarks.command import main
-from benchmarks.compare import measure
+from benchmarks.compare import measure, options
 from benchmarks.compare.measure import Worker, bench_compare, checked_out, spread
 from benchmarks.compare.problem import VARIANTS, Problem
 from benchmarks.compare.worker import answer, make_steps
@@ -123,3 +124,18 @@ def test_a_process_with_another_package_is_refused(tmp_path: Path) -> None:
 def test_spread() -> None:
     assert spread([1.0, 2.0, 3.0]) == {"lower": 1.0, "median": 2.0, "upper": 3.0}
     assert spread([1.5]) == {"lower": 1.5, "median": 1.5, "upper": 1.5}
+
+
+def test_the_checkout_goes_also_after_a_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folders, before = [], signal.getsignal(signal.SIGTERM)
+
+    def ended(problem: Problem, base: str, **_: object) -> None:
+        with checked_out(base) as (folder, _):
+            folders.append(folder)
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(options, "bench_compare", ended)
+    with pytest.raises(SystemExit):
+        main(["compare", "--base=HEAD", f"--json={tmp_path / 'result.json'}"])
+    assert len(folders) == 1 and not folders[0].exists() and str(folders[0]) not in worktrees()
+    assert signal.getsignal(signal.SIGTERM) == before
