@@ -342,13 +342,13 @@ def _in_the_loss(change: Callable, out: Tensor) -> Tensor:
 
 def test_every_rule_is_among_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     used = set()
-    run_rule = Capture._run_rule
+    run_use = Capture._run_use
 
     def noted(self: Capture, name: str, *rest: Any) -> Any:
         used.add(USE_RULES.get(name))
-        return run_rule(self, name, *rest)
+        return run_use(self, name, *rest)
 
-    monkeypatch.setattr(Capture, "_run_rule", noted)
+    monkeypatch.setattr(Capture, "_run_use", noted)
     for name, dims in CASES:
         assert_exact(module_of(name, dims, False, lambda out: out), input_of(dims))
     refused = {USE_RULES["lstm"]}  # by name
