@@ -24,6 +24,7 @@ from torch import Tensor, nn
 import sparsedp
 from sparsedp.capture import Capture
 from sparsedp.capture.ops.registry import USE_RULES
+from sparsedp.capture.tape import Tape
 from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
 from support import (
     Apply,
@@ -342,13 +343,13 @@ def _in_the_loss(change: Callable, out: Tensor) -> Tensor:
 
 def test_every_rule_is_among_the_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     used = set()
-    run_rule = Capture._run_rule
+    run_use = Capture._run_use
 
     def noted(self: Capture, name: str, *rest: Any) -> Any:
         used.add(USE_RULES.get(name))
-        return run_rule(self, name, *rest)
+        return run_use(self, name, *rest)
 
-    monkeypatch.setattr(Capture, "_run_rule", noted)
+    monkeypatch.setattr(Capture, "_run_use", noted)
     for name, dims in CASES:
         assert_exact(module_of(name, dims, False, lambda out: out), input_of(dims))
     refused = {USE_RULES["lstm"]}  # by name
@@ -587,12 +588,12 @@ def test_results_are_not_written_to_tensors_that_are_there() -> None:
 
 def _keep_gradients_from(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
     """Capture does not hear of the gradient of one parameter, whatever the reason."""
-    receiver = Capture._receiver
+    receiver = Tape._receiver
 
-    def without(self: Capture, record: Any, *rest: Any) -> Callable:
+    def without(self: Tape, record: Any, *rest: Any) -> Callable:
         return (lambda grads: None) if record.use[1][0].names == names else receiver(self, record, *rest)
 
-    monkeypatch.setattr(Capture, "_receiver", without)
+    monkeypatch.setattr(Tape, "_receiver", without)
 
 
 def test_a_use_whose_gradient_does_not_arrive_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
