@@ -1,0 +1,35 @@
+"""`python -m model_matrix [--out FILE] [PATTERN]`: the matrix as a table, for the cases whose name has the pattern."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import Counter
+from fnmatch import fnmatch
+
+from model_matrix.cases import CASES
+from model_matrix.harness import run_case
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Runs the matrix of models and prints its table.")
+    parser.add_argument("pattern", nargs="*", default=["*"], help="shell patterns of names of cases")
+    parser.add_argument("--out", help="a file for the table")
+    options = parser.parse_args()
+    counts: Counter[str] = Counter()
+    out = open(options.out, "w") if options.out else None  # noqa: SIM115
+    for case in CASES:
+        if not any(fnmatch(case.name, pattern) for pattern in options.pattern):
+            continue
+        start = time.perf_counter()
+        result = run_case(case) if case.is_installed else None
+        verdict, reason = (result.verdict, result.reason) if result else ("skipped", f"{case.package} is not installed")
+        counts[verdict] += 1
+        print(f"{case.name}\t{verdict}\t{time.perf_counter() - start:.1f}\t{reason[:300]}", flush=True)
+        if out is not None:
+            print(case.name, verdict, reason, sep="\t", file=out, flush=True)
+    print(dict(counts))
+
+
+if __name__ == "__main__":
+    main()

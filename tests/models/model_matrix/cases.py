@@ -1,0 +1,5 @@
+"""Every case of the matrix, package by package."""
+
+from model_matrix import hf
+
+CASES = [*hf.CASES]
