@@ -7,6 +7,7 @@ examples and compare every update with the reference; `empty` is the step of eac
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import os
 import sys
@@ -132,7 +133,9 @@ def small_limit() -> Iterator[None]:
         yield
         return
     holders = [
-        module for name, module in sys.modules.items() if name.startswith("sparsedp.capture") and hasattr(module, "SMALL")
+        module
+        for name, module in sys.modules.items()
+        if name.startswith("sparsedp.capture") and hasattr(module, "SMALL")
     ]
     assert holders, "no module of sparsedp.capture has the limit SMALL any more"
     patches = [mock.patch.object(module, "SMALL", int(wanted)) for module in holders]
@@ -211,32 +214,41 @@ class Reference:
         self._case, self._rows = case, rows
         self._module: nn.Module | None = None
         self._dtype = torch.float64
-        self._updates: dict[int, tuple[Weights, Weights]] = {}
+        self._updates: dict[int, tuple[Weights, Weights]] = {}  # by step: at which weights, and the update
         self.max_norm = 0.0
 
     def prepare(self) -> None:
         """Sets the bound so that about half of the examples are clipped."""
         if self._module is not None:
             return
+        # A copy, because some packages keep one activation for all of their models.
+        single = copy.deepcopy(_built(self._case))
         for dtype in (torch.float64, torch.float32):
-            self._dtype, self._module = dtype, _built(self._case).to(dtype)
+            self._dtype, self._module = dtype, copy.deepcopy(single).to(dtype)
             try:
-                norms = [_norm(self.gradient(index)) for index in (DRAWN[0])]
+                norms = [_norm(self.gradient(index)) for index in DRAWN[0]]
                 break
             except RuntimeError as error:
                 failure = error
         else:
+            self._module = None
             raise failure
         self.max_norm = float(np.median(norms)) or 1.0
+
+    def in_float32(self) -> Reference:
+        """The same in float32: how far it is off tells what rounding does to this model."""
+        single = Reference(self._case, self._rows)
+        single._module, single._dtype, single.max_norm = copy.deepcopy(self._module), torch.float32, self.max_norm
+        assert single._module is not None
+        single._module = single._module.to(torch.float32)
+        return single
 
     def gradient(self, index: int) -> Weights:
         assert self._module is not None
         collate = self._case.collate or default_collate
         batch = _to(collate([self._rows[index]]), self._dtype)
         named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-        grads = torch.autograd.grad(
-            _forward(self._case, self._module, batch), list(named.values()), allow_unused=True
-        )
+        grads = torch.autograd.grad(_forward(self._case, self._module, batch), list(named.values()), allow_unused=True)
         return {n: torch.zeros_like(p) if g is None else g.to_dense() for (n, p), g in zip(named.items(), grads)}
 
     def update(self, step: int, weights: Mapping[str, Tensor]) -> Weights:
@@ -277,18 +289,21 @@ def _trained(module: nn.Module) -> Weights:
 def _steps(case: Case, rows: list[Any], reference: Reference, name: str) -> tuple[Outcome, Outcome | None]:
     """The outcome of steps on examples, and that of a step on none, if it came to it."""
     place = "make_private"
+    engine = sparsedp.PrivacyEngine(seed=1)
     try:
         module = _built(case)
         drawn = iter(DRAWN)
         try:
             reference.prepare()
         except Exception:
-            max_norm = 1.0  # a model that cannot take an example alone may be refused, rightly; else this comes up again
+            max_norm = (
+                1.0  # a model that cannot take an example alone may be refused, rightly; else this comes up again
+            )
         else:
             max_norm = reference.max_norm
         optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=RATE)
         with mock.patch("sparsedp.sampling.draws.poisson_indices", lambda *_: np.array(next(drawn), dtype=np.int64)):
-            module, private, loader = sparsedp.PrivacyEngine(seed=1).make_private(
+            module, private, loader = engine.make_private(
                 module=module, optimizer=optimizer, data_loader=_loader(case, rows), noise_multiplier=0.0,
                 max_grad_norm=max_norm, mechanism=MECHANISMS[name](), public_inputs=case.public_inputs,
             )  # fmt: skip
@@ -300,7 +315,7 @@ def _steps(case: Case, rows: list[Any], reference: Reference, name: str) -> tupl
                 private.step()
                 place = f"reference of a batch of {len(DRAWN[step])}"
                 reference.prepare()
-                wrong = _difference(before, _trained(module), reference.update(step, before))
+                wrong = _difference(before, _trained(module), reference, step)
                 if wrong:
                     outcome = Outcome("wrong", f"batch of {len(DRAWN[step])}: {wrong}")
                     return (Outcome("works"), outcome) if not DRAWN[step] else (outcome, None)
@@ -310,19 +325,26 @@ def _steps(case: Case, rows: list[Any], reference: Reference, name: str) -> tupl
         outcome = Outcome("crash", f"{place}: {type(error).__name__}: {_one_line(error)}")
     else:
         return Outcome("works"), Outcome("works")
+    finally:
+        engine.close()
     return (Outcome("works"), outcome) if place.endswith("of 0") else (outcome, None)
 
 
-def _difference(before: Weights, after: Weights, update: Weights) -> str:
+def _difference(before: Weights, after: Weights, reference: Reference, step: int) -> str:
     """What is wrong with a step; empty if nothing is."""
+    update = reference.update(step, before)
     size = _norm(update)
     changes = {name: (before[name].double() - after[name].double()) / RATE for name in before}
     # Rounding of the weights themselves when they are written.
     rounding = 4 * torch.finfo(torch.float32).eps * _norm(before) / RATE
-    if size == 0 and any(change.any() for change in changes.values()):
-        return "a step on nothing changes weights"
+    if size == 0:
+        return "a step on nothing changes weights" if any(change.any() for change in changes.values()) else ""
     gaps = {name: float((changes[name] - update[name]).norm()) for name in before}
     whole = sum(gap**2 for gap in gaps.values()) ** 0.5
+    if not whole <= TOLERANCE * size + rounding:
+        # Some models lose that much in float32 by ordinary autograd.
+        single = reference.in_float32().update(step, before)
+        rounding += 4 * _norm({name: single[name] - update[name] for name in update})
     if not whole <= TOLERANCE * size + rounding:
         worst = max(gaps, key=lambda name: gaps[name])
         return f"the update is off by {whole / size:.1e} of its size, most in '{worst}'"
