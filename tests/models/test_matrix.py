@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from model_matrix.cases import CASES
 from model_matrix.expected import EXPECTED, Expectation
 from model_matrix.harness import Case, run_case

@@ -65,7 +65,8 @@ class Features:
         self.crossed = [SparseFeature(name, ROWS * 3, DIM, initializer=start) for name in ("user", "group", "item")]
         self.sequence = SequenceFeature("seq", ROWS, DIM, pooling="concat", padding_idx=0, initializer=start)
         self.following, self.other = (
-            SequenceFeature(name, ROWS, DIM, pooling="concat", shared_with="seq", padding_idx=0) for name in ("pos", "neg")
+            SequenceFeature(name, ROWS, DIM, pooling="concat", shared_with="seq", padding_idx=0)
+            for name in ("pos", "neg")
         )
 
     @property
