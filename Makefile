@@ -38,6 +38,7 @@ test-all: $(VENV)/.dev  ## run all tests but those on other packages' models
 
 test-models: $(MODELS)/.models  ## train other packages' models privately and compare, in about ten minutes
 	OMP_NUM_THREADS=1 $(MODELS)/bin/python -m pytest -n 2 -m models tests/models $(PYTEST_ARGS)
+	SPARSEDP_MODELS_SMALL=100 OMP_NUM_THREADS=1 $(MODELS)/bin/python -m pytest -n 2 -m models tests/models $(PYTEST_ARGS)
 
 bench: $(VENV)/.dev  ## measure speed and memory, for about 40 minutes, into runs/bench
 	$(BIN)/python -m benchmarks all $(BENCH_ARGS)

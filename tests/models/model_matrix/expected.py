@@ -1,16 +1,27 @@
-"""What does not work, by case, from expected.tsv: a verdict, whether rightly, and words of the reason."""
+"""What does not work, by case, from expected.tsv: a verdict, whether rightly, and words of the reason.
+
+A case has a line for its tiny sizes and one for large ones (the limit for small parameters lowered), or one for both.
+`python -m model_matrix --update` writes the lines of the cases that it ran anew.
+"""
 
 from __future__ import annotations
 
 import csv
 import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model_matrix.harness import SMALL_VARIABLE, Result
+from model_matrix.harness import SMALL_VARIABLE
 
 FILE = Path(__file__).with_name("expected.tsv")
 COLUMNS = ("case", "sizes", "verdict", "rightly", "reason")
+SIZES = "large" if SMALL_VARIABLE in os.environ else "tiny"
+# Where words that name the cause end: what follows are names and shapes of the case.
+_ENDS = re.compile(
+    r" in module '| on parameter '|: (its|the|units|it) | combines | into shape | because |, which|(?<=\w)\. |; \["
+)
 
 
 @dataclass(frozen=True)
@@ -21,12 +32,12 @@ class Expectation:
     rightly: bool = False
     reason: str = ""
 
-    def fits(self, result: Result) -> bool:
-        return result.verdict == self.verdict and self.reason in result.reason
+    def fits(self, verdict: str, reason: str) -> bool:
+        return verdict == self.verdict and self.reason in reason
 
 
-def read(sizes: str) -> dict[str, Expectation]:
-    """The lines for `sizes`: 'tiny', as the cases are, or 'large', with the limit for small parameters lowered."""
+def read(sizes: str = SIZES) -> dict[str, Expectation]:
+    """The cases that are expected to do anything else than to work."""
     with FILE.open(newline="") as file:
         lines = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     return {
@@ -36,4 +47,28 @@ def read(sizes: str) -> dict[str, Expectation]:
     }
 
 
-EXPECTED = read("large" if SMALL_VARIABLE in os.environ else "tiny")
+def update(results: Mapping[str, tuple[str, str]], order: Sequence[str], sizes: str = SIZES) -> None:
+    """Writes the verdicts and reasons of `results`, by case, for `sizes`; whether rightly stays as it was."""
+    tables = {each: read(each) for each in ("tiny", "large")}
+    for name, (verdict, reason) in results.items():
+        before = tables[sizes].pop(name, Expectation("works"))
+        if before.fits(verdict, reason) and verdict != "works":
+            tables[sizes][name] = before
+        elif verdict != "works":
+            tables[sizes][name] = Expectation(verdict, before.rightly, words_of(reason))
+    lines = ["\t".join(COLUMNS)]
+    for name in order:
+        tiny, large = tables["tiny"].get(name), tables["large"].get(name)
+        for which, expectation in (("both", tiny),) if tiny == large else (("tiny", tiny), ("large", large)):
+            if expectation is not None:
+                rightly = "rightly" if expectation.rightly else ""
+                lines.append("\t".join((name, which, expectation.verdict, rightly, expectation.reason)))
+    FILE.write_text("\n".join(lines) + "\n")
+
+
+def words_of(reason: str) -> str:
+    """The words of a case's reason by which it is known again, those of its first stage."""
+    said = re.sub(r"^\[[^]]*\] \w+: ((batch of \d+|make_private): )?", "", reason)
+    end = _ENDS.search(said, 12)
+    said = said[: end.start()] if end else said
+    return re.sub(r"^Module '[^']*' ", "", said)[:90].strip()

@@ -120,7 +120,8 @@ def run_case(case: Case) -> Result:
         reference = Reference(case, rows)
         result.stages["dpsgd"], empty = _steps(case, rows, reference, "dpsgd")
         result.stages["check"] = _check(case, rows)
-        for name in ("adafest", "lazydp") if result.stages["dpsgd"].verdict == "works" else ():
+        others = ("adafest", "lazydp") if SMALL_VARIABLE not in os.environ else ()  # they see what DP-SGD sees
+        for name in others if result.stages["dpsgd"].verdict == "works" else ():
             result.stages[name], of_none = _steps(case, rows, reference, name)
             empty = of_none if empty is None or empty.verdict == "works" else empty
         if empty is not None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from model_matrix.harness import Case
+from model_matrix.parts import drawn, without_batch_norm
 
 USERS, ITEMS, LENGTH, GROUPS, TAGS = 12, 14, 5, 4, 6
 DATA_SIZE = 40
@@ -119,10 +120,6 @@ class Data:
         return ids, (ids > 0).float(), torch.tensor([len(line) for line in lists])
 
 
-def drawn(*shape: int, low: int = 0, high: int, seed: int = 0) -> Tensor:
-    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
-
-
 def interactions(n: int) -> dict[str, Tensor]:
     """Every field that a model of RecBole's may ask for."""
     lengths = drawn(n, low=2, high=LENGTH + 1, seed=1)
@@ -165,10 +162,11 @@ class OwnLoss(nn.Module):
         return (sum(losses) if isinstance(losses, tuple) else losses).reshape(())
 
 
-def _build(kind: str, model: str, changes: dict[str, Any]) -> Callable[[], nn.Module]:
+def _build(kind: str, model: str, changes: dict[str, Any], batch_norm: bool = False) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
         package = importlib.import_module(f"recbole.model.{kind}_recommender")
-        return OwnLoss(getattr(package, model)(_settings(model, changes), Data()))
+        built = OwnLoss(getattr(package, model)(_settings(model, changes), Data()))
+        return built if batch_norm else without_batch_norm(built)
 
     return build
 
@@ -201,4 +199,6 @@ CASES = [
       for kind, model, changes in MODELS),
     *(Case(f"recbole.{model}.bpr", "recbole", _build("sequential", model, {"loss_type": "BPR"}), interactions, the_loss)
       for model in BPR),
+    *(Case(f"recbole.{model}.batch_norm", "recbole", _build("context_aware", model, {}, True), interactions, the_loss)
+      for model in ("NFM", "DCN")),
 ]  # fmt: skip
