@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import numpy as np
@@ -58,6 +58,8 @@ class Case:
     """A model of another package, tiny, with random weights.
 
     `batch(n)` makes n examples. `collate` joins examples, dicts or tuples of one row each, where torch's own does not.
+    `penalty(module)` is the part of the loss that depends on parameters alone: it is nobody's, so that its gradient is neither
+    clipped nor divided, and is there for a batch of none, too.
     """
 
     name: str
@@ -66,7 +68,8 @@ class Case:
     batch: Callable[[int], Batch]
     loss: Callable[..., Tensor]
     collate: Callable[[list[Any]], Batch] | None = None
-    public_inputs: tuple[str, ...] = ()
+    penalty: Callable[[nn.Module], Tensor] | None = None
+    loss_reduction: Literal["mean", "sum"] = "mean"
 
     @property
     def is_installed(self) -> bool:
@@ -249,34 +252,55 @@ class Reference:
         return single
 
     def gradient(self, index: int) -> Weights:
+        """Of an example alone, without the penalty."""
         assert self._module is not None
         collate = self._case.collate or default_collate
         batch = _to(collate([self._rows[index]]), self._dtype)
+        penalty = 0.0 if self._case.penalty is None else self._case.penalty(self._module)
+        return self._derived(_forward(self._case, self._module, batch) - penalty)
+
+    def penalty(self, weights: Weights) -> Weights:
+        """The gradient of what depends on parameters alone, at `weights`; beside a sum over units, in the scale of their mean."""
+        if self._case.penalty is None:
+            return {name: torch.zeros_like(value, dtype=torch.float64) for name, value in weights.items()}
+        self._set(weights)
+        assert self._module is not None
+        scale = 1.0 if self._case.loss_reduction == "mean" else 1 / EXPECTED_BATCH
+        return self._derived(scale * self._case.penalty(self._module))
+
+    def _derived(self, loss: Tensor) -> Weights:
+        assert self._module is not None
         named = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
-        grads = torch.autograd.grad(_forward(self._case, self._module, batch), list(named.values()), allow_unused=True)
-        return {n: torch.zeros_like(p) if g is None else g.to_dense() for (n, p), g in zip(named.items(), grads)}
+        grads = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        return {
+            name: (torch.zeros_like(p) if grad is None else grad.to_dense()).double()
+            for (name, p), grad in zip(named.items(), grads)
+        }
+
+    def _set(self, weights: Weights) -> None:
+        assert self._module is not None
+        with torch.no_grad():
+            for name, parameter in self._module.named_parameters():
+                if name in weights:
+                    parameter.copy_(weights[name])
 
     def shares(self, step: int, weights: Weights) -> list[Weights]:
         """The clipped gradient of each of the step's examples at `weights`, over the expected batch size."""
         earlier = self._shares.get(step)
         if earlier is not None and all(_close(weights[name], value) for name, value in earlier[0].items()):
             return earlier[1]
-        assert self._module is not None
-        with torch.no_grad():
-            for name, parameter in self._module.named_parameters():
-                if name in weights:
-                    parameter.copy_(weights[name])
+        self._set(weights)
         shares = []
         for index in DRAWN[step]:
             gradient = self.gradient(index)
             factor = self.max_norm / max(_norm(gradient), self.max_norm) / EXPECTED_BATCH
-            shares.append({name: factor * value.double() for name, value in gradient.items()})
+            shares.append({name: factor * value for name, value in gradient.items()})
         self._shares[step] = (weights, shares)
         return shares
 
 
 def _norm(gradient: Weights) -> float:
-    return float(sum(value.double().square().sum() for value in gradient.values()) ** 0.5)
+    return sum(float(value.double().square().sum()) for value in gradient.values()) ** 0.5
 
 
 def _close(one: Tensor, other: Tensor) -> bool:
@@ -309,7 +333,7 @@ def _steps(case: Case, rows: list[Any], reference: Reference, name: str) -> tupl
         with mock.patch("sparsedp.sampling.draws.poisson_indices", lambda *_: np.array(next(drawn), dtype=np.int64)):
             module, private, loader = engine.make_private(
                 module=module, optimizer=optimizer, data_loader=_loader(case, rows), noise_multiplier=0.0,
-                max_grad_norm=max_norm, mechanism=MECHANISMS[name](), public_inputs=case.public_inputs,
+                max_grad_norm=max_norm, mechanism=MECHANISMS[name](), loss_reduction=case.loss_reduction,
             )  # fmt: skip
             for step, batch in enumerate(loader):
                 place = f"batch of {len(DRAWN[step])}"
@@ -337,12 +361,14 @@ def _steps(case: Case, rows: list[Any], reference: Reference, name: str) -> tupl
 def _difference(before: Weights, after: Weights, reference: Reference, step: int) -> str:
     """What is wrong with a step; empty if nothing is."""
     shares = reference.shares(step, before)
-    changes = {name: (before[name].double() - after[name].double()) / RATE for name in before}
+    penalty = reference.penalty(before)
+    changes = {name: (before[name].double() - after[name].double()) / RATE - penalty[name] for name in before}
     size = _norm(_sum(shares, changes))
-    if size == 0:
-        return "a step on nothing changes weights" if any(change.any() for change in changes.values()) else ""
     # Rounding of the weights themselves when they are written.
-    rounding = 4 * torch.finfo(torch.float32).eps * _norm(before) / RATE
+    rounding = 4 * torch.finfo(torch.float32).eps * (_norm(before) / RATE + _norm(penalty))
+    if size == 0:
+        allowed = rounding if any(value.any() for value in penalty.values()) else 0.0
+        return "a step on nothing changes weights" if _norm(changes) > allowed else ""
     gaps = _gaps(changes, _sum(shares, changes))
     if not _whole(gaps) <= TOLERANCE * size + rounding:
         factors = _factors(shares, changes)
@@ -387,9 +413,11 @@ def _check(case: Case, rows: list[Any]) -> Outcome:
         module = _built(case)
         if case.collate is None:
             batch = default_collate([rows[index] for index in DRAWN[0]])
-            sparsedp.check(module, case.loss, batch, units=3)
+            sparsedp.check(module, case.loss, batch, units=3, loss_reduction=case.loss_reduction)
         else:
-            sparsedp.check(module, case.loss, data_loader=_loader(case, rows), units=3)
+            sparsedp.check(
+                module, case.loss, data_loader=_loader(case, rows), units=3, loss_reduction=case.loss_reduction
+            )
     except sparsedp.SparseDPError as error:
         return Outcome("refused", _one_line(error))
     except Exception as error:

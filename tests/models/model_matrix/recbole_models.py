@@ -182,8 +182,9 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
         "BPR", "NeuMF", "DMF", "FISM", "NAIS", "CDAE", "MultiDAE", "MultiVAE", "MacridVAE", "RecVAE", "RaCT",
         "ENMF", "SimpleX", "LINE", "NNCF", "DGCF", "SGL", "DiffRec",
     )),
+    ("context_aware", "PNN", {"reg_weight": 0.01}),
     *(("context_aware", model, {}) for model in (
-        "LR", "FM", "FFM", "FNN", "FwFM", "NFM", "AFM", "PNN", "WideDeep", "DeepFM", "xDeepFM", "DCN", "DCNV2", "DSSM",
+        "LR", "FM", "FFM", "FNN", "FwFM", "NFM", "AFM", "WideDeep", "DeepFM", "xDeepFM", "DCN", "DCNV2", "DSSM",
         "AutoInt", "FiGNN", "EulerNet",
     )),
     *(("sequential", model, {}) for model in (
@@ -192,13 +193,41 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
         "CORE", "DIN", "DIEN", "SASRecCPR", "GRU4RecCPR",
     )),
 ]  # fmt: skip
+
+
+def _caser(model: Any) -> Tensor:
+    norms = [model.user_embedding, model.item_embedding, model.conv_v, model.fc1, model.fc2]
+    return model.reg_weight * model.reg_loss([part.weight for part in norms]) + model.reg_loss_conv_h()
+
+
+# What the loss adds that depends on parameters alone.
+PENALTIES: dict[str, Callable[[Any], Tensor]] = {
+    **dict.fromkeys(("ConvNCF", "FISM", "NAIS", "PNN"), lambda model: model.reg_loss()),
+    "AFM": lambda model: model.reg_weight * model.attlayer.w.weight.norm(2),
+    "xDeepFM": lambda model: model.reg_weight * model.calculate_reg_loss(),
+    "EulerNet": lambda model: model.RegularLoss(model.reg_weight),
+    **dict.fromkeys(("DCN", "DCNV2"), lambda model: model.reg_weight * model.reg_loss(model.cross_layer_w)),
+    "Caser": _caser,
+    "NextItNet": lambda model: (
+        model.reg_weight * model.reg_loss([model.item_embedding.weight, model.final_layer.weight]) + model.reg_loss_rb()
+    ),
+    "TransRec": lambda model: model.reg_loss(model.T),
+}
+
+
+def _case(name: str, kind: str, model: str, changes: dict[str, Any], batch_norm: bool = False) -> Case:
+    penalty = PENALTIES.get(model)
+    return Case(
+        name, "recbole", _build(kind, model, changes, batch_norm), interactions, the_loss,
+        penalty=None if penalty is None else lambda module: penalty(module.model),
+        loss_reduction="sum" if model == "ConvNCF" else "mean",
+    )  # fmt: skip
+
+
 BPR = ("SASRec", "GRU4Rec", "NARM", "Caser", "STAMP", "LightSANs")
 
 CASES = [
-    *(Case(f"recbole.{model}", "recbole", _build(kind, model, changes), interactions, the_loss)
-      for kind, model, changes in MODELS),
-    *(Case(f"recbole.{model}.bpr", "recbole", _build("sequential", model, {"loss_type": "BPR"}), interactions, the_loss)
-      for model in BPR),
-    *(Case(f"recbole.{model}.batch_norm", "recbole", _build("context_aware", model, {}, True), interactions, the_loss)
-      for model in ("NFM", "DCN")),
-]  # fmt: skip
+    *(_case(f"recbole.{model}", kind, model, changes) for kind, model, changes in MODELS),
+    *(_case(f"recbole.{model}.bpr", "sequential", model, {"loss_type": "BPR"}) for model in BPR),
+    *(_case(f"recbole.{model}.batch_norm", "context_aware", model, {}, True) for model in ("NFM", "DCN")),
+]
