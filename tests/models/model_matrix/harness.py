@@ -42,7 +42,8 @@ TOLERANCE = 1e-5
 SHORTER, LONGER = 1e-4, 1e-6
 # Of one parameter's update, relative to its own size, and a floor relative to the whole update's below which rounding hides it.
 TOLERANCE_ALONE, FLOOR_ALONE = 1e-2, 1e-5
-# The size below which a parameter may pass through any operation; set, the matrix sees what real sizes would meet.
+# The size below which a parameter may pass through any operation; set, the matrix sees what real sizes would meet, in one step
+# of DP-SGD on 6 examples and in `check`: other mechanisms and sizes of batches see the same uses.
 SMALL_VARIABLE = "SPARSEDP_MODELS_SMALL"
 
 MECHANISMS: dict[str, Callable[[], sparsedp.Mechanism]] = {
@@ -123,7 +124,7 @@ def run_case(case: Case) -> Result:
         reference = Reference(case, rows)
         result.stages["dpsgd"], empty = _steps(case, rows, reference, "dpsgd")
         result.stages["check"] = _check(case, rows)
-        others = ("adafest", "lazydp") if SMALL_VARIABLE not in os.environ else ()  # they see what DP-SGD sees
+        others = ("adafest", "lazydp") if SMALL_VARIABLE not in os.environ else ()
         for name in others if result.stages["dpsgd"].verdict == "works" else ():
             result.stages[name], of_none = _steps(case, rows, reference, name)
             empty = of_none if empty is None or empty.verdict == "works" else empty
@@ -347,6 +348,8 @@ def _steps(case: Case, rows: list[Any], reference: Reference, name: str) -> tupl
                 if wrong:
                     outcome = Outcome("wrong", f"batch of {len(DRAWN[step])}: {wrong}")
                     return (Outcome("works"), outcome) if not DRAWN[step] else (outcome, None)
+                if SMALL_VARIABLE in os.environ:
+                    return Outcome("works"), None
     except sparsedp.SparseDPError as error:
         outcome = Outcome("refused", f"{place}: {_one_line(error)}")
     except Exception as error:
