@@ -213,6 +213,16 @@ def _built(case: Case) -> nn.Module:
     return module
 
 
+def _apart(case: Case) -> nn.Module:
+    """The module built anew, or copied where a package keeps one activation for all of its models.
+
+    Not always copied: what a lambda in a module refers to stays the original's.
+    """
+    one, other = _built(case), _built(case)
+    shared = {id(part) for part in one.modules()} & {id(part) for part in other.modules()}
+    return copy.deepcopy(one) if shared else one
+
+
 # ---------------------------------------------------------------------- the reference
 
 
@@ -230,10 +240,8 @@ class Reference:
         """Sets the bound so that about half of the examples are clipped."""
         if self._module is not None:
             return
-        # A copy, because some packages keep one activation for all of their models.
-        single = copy.deepcopy(_built(self._case))
         for dtype in (torch.float64, torch.float32):
-            self._dtype, self._module = dtype, copy.deepcopy(single).to(dtype)
+            self._dtype, self._module = dtype, _apart(self._case).to(dtype)
             try:
                 norms = [_norm(self.gradient(index)) for index in DRAWN[0]]
                 break
@@ -247,9 +255,7 @@ class Reference:
     def in_float32(self) -> Reference:
         """The same in float32: how far it is off tells what rounding does to this model."""
         single = Reference(self._case, self._rows)
-        single._module, single._dtype, single.max_norm = copy.deepcopy(self._module), torch.float32, self.max_norm
-        assert single._module is not None
-        single._module = single._module.to(torch.float32)
+        single._module, single._dtype, single.max_norm = _apart(self._case), torch.float32, self.max_norm
         return single
 
     def gradient(self, index: int) -> Weights:
@@ -350,6 +356,7 @@ def _steps(case: Case, rows: list[Any], reference: Reference, name: str) -> tupl
                     return (Outcome("works"), outcome) if not DRAWN[step] else (outcome, None)
                 if SMALL_VARIABLE in os.environ:
                     return Outcome("works"), None
+                place = f"batch of {len(DRAWN[min(step + 1, len(DRAWN) - 1)])}"
     except sparsedp.SparseDPError as error:
         outcome = Outcome("refused", f"{place}: {_one_line(error)}")
     except Exception as error:
