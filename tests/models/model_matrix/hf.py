@@ -193,8 +193,6 @@ FAMILIES: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("BigBird", {**BERT, "attention_type": "original_full"}, (CLASSIFIER,)),
     ("Longformer", {**BERT, "attention_window": [4, 4]}, (CLASSIFIER,)),
     ("Yoso", {**BERT, "use_expectation": True}, (CLASSIFIER,)),
-    ("Canine", {**BERT, "num_hash_functions": 2, "num_hash_buckets": 16, "downsampling_rate": 3,
-                "local_transformer_stride": 3}, (CLASSIFIER,)),
     ("MegatronBert", BERT, (CLASSIFIER,)),
     ("Ernie", BERT, (CLASSIFIER,)),
     ("RemBert", {**BERT, "input_embedding_size": 8, "output_embedding_size": 8}, (CLASSIFIER,)),
@@ -276,7 +274,7 @@ HEADS = {
 # Some classify at the one token that ends the sentence; some return NaN where a window holds nothing but padding.
 CLASSES: dict[str, Callable[[int], dict[str, Tensor]]] = {
     **dict.fromkeys(("Bart", "MBart", "PLBart", "T5"), classes_at_end),
-    **dict.fromkeys(("ModernBert", "Canine"), unpadded_classes),
+    "ModernBert": unpadded_classes,
 }
 
 
