@@ -240,17 +240,21 @@ class Reference:
         """Sets the bound so that about half of the examples are clipped."""
         if self._module is not None:
             return
+        failure: Exception | None = None
         for dtype in (torch.float64, torch.float32):
             self._dtype, self._module = dtype, _apart(self._case).to(dtype)
             try:
-                norms = [_norm(self.gradient(index)) for index in DRAWN[0]]
-                break
+                norm = float(np.median([_norm(self.gradient(index)) for index in DRAWN[0]]))
             except RuntimeError as error:
                 failure = error
-        else:
-            self._module = None
-            raise failure
-        self.max_norm = float(np.median(norms)) or 1.0
+                continue
+            if np.isfinite(norm):
+                self.max_norm = norm or 1.0
+                return
+            failure = ArithmeticError("the gradient of an example alone is NaN or infinite")
+        self._module = None
+        assert failure is not None
+        raise failure
 
     def in_float32(self) -> Reference:
         """The same in float32: how far it is off tells what rounding does to this model."""
