@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import importlib.util
 import os
+import random
 import sys
 import warnings
 import zlib
@@ -203,8 +204,10 @@ def _to(batch: Any, dtype: torch.dtype) -> Any:
 
 def _built(case: Case) -> nn.Module:
     """The module in training mode and without dropout, with the same weights each time."""
-    torch.manual_seed(zlib.crc32(case.name.encode()))
-    np.random.seed(0)
+    seed = zlib.crc32(case.name.encode())
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
     module = case.build().train()
     torch.autograd.set_detect_anomaly(False)  # a file of RecBole's turns it on
     for part in module.modules():
