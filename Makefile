@@ -3,6 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Packages of other people, whose versions are bound to one of torch: in an environment of their own.
+MODELS := .venv-models
 # Two processes of one thread each take two thirds of the time of one process with two.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
@@ -17,22 +19,26 @@ endif
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all bench lint format clean
+.PHONY: help demo test test-slow test-all test-models bench lint format clean
 
 help:  ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.base  ## train a small click-through-rate model privately, in about a minute
 	$(BIN)/sparsedp train demo
 
 test: $(VENV)/.dev  ## run the tests, without the slow ones
-	$(PYTEST) -m "not slow" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not models" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.dev  ## run the slow tests
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
-test-all: $(VENV)/.dev  ## run all tests
-	$(PYTEST) $(PYTEST_ARGS)
+test-all: $(VENV)/.dev  ## run all tests but those on other packages' models
+	$(PYTEST) -m "not models" $(PYTEST_ARGS)
+
+test-models: $(MODELS)/.models  ## train other packages' models privately and compare, in about ten minutes
+	OMP_NUM_THREADS=1 $(MODELS)/bin/python -m pytest -n 2 -m models tests/models $(PYTEST_ARGS)
+	SPARSEDP_MODELS_SMALL=100 OMP_NUM_THREADS=1 $(MODELS)/bin/python -m pytest -n 2 -m models tests/models $(PYTEST_ARGS)
 
 bench: $(VENV)/.dev  ## measure speed and memory, for about 40 minutes, into runs/bench
 	$(BIN)/python -m benchmarks all $(BENCH_ARGS)
@@ -48,7 +54,7 @@ format: $(VENV)/.dev  ## put the code into the project's style
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(MODELS) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./runs -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -63,3 +69,9 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(VENV)/.base $@
+
+$(MODELS)/.models: pyproject.toml constraints.txt tests/models/requirements.txt
+	$(PYTHON) -m venv $(MODELS)
+	$(MODELS)/bin/python -m pip install --quiet -c constraints.txt -e ".[models,dev]"
+	$(MODELS)/bin/python -m pip install --quiet --no-deps -r tests/models/requirements.txt
+	touch $@
