@@ -42,8 +42,8 @@ def calibrate(
     noise = 0.0
     while max(costs) > target or noise == 0:
         worst = costs.index(max(costs))
-        found = _calibrate(lambda sigma, worst=worst: cases(sigma)[worst], target, delta, accountant, tolerance)  # type: ignore[misc]
-        noise = max(found, noise * (1 + tolerance))
+        enough = _calibrate(lambda sigma, worst=worst: cases(sigma)[worst], target, delta, accountant, tolerance)  # type: ignore[misc]
+        noise = max(enough, noise * (1 + tolerance))
         costs = [epsilon_of(case, delta, accountant) for case in cases(noise)]
     return noise
 

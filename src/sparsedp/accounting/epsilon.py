@@ -60,9 +60,9 @@ def dp_accounting_above(event: DpEvent | Ledger, delta: float, bound: float) -> 
 
     None also if it does not know the events.
     """
-    known = [leaves for leaves in _leaves(event) if leaves and NonPrivateDpEvent() not in leaves]
-    found = [reference_above(leaves, delta, bound) for leaves in known]
-    return max((epsilon for epsilon in found if epsilon is not None), default=None)
+    charged = [leaves for leaves in _leaves(event) if leaves and NonPrivateDpEvent() not in leaves]
+    epsilons = [reference_above(leaves, delta, bound) for leaves in charged]
+    return max((epsilon for epsilon in epsilons if epsilon is not None), default=None)
 
 
 def _leaves(event: DpEvent | Ledger) -> list[dict[DpEvent, int]]:

@@ -127,7 +127,7 @@ def register_event(cls: type[DpEvent], fields: dict[str, str]) -> None:
             f"register_event({cls.__name__}): fields must map each of {sorted(declared)} to one of {_KINDS}; "
             f"got {fields}"
         )
-    if any(known.__name__ == cls.__name__ and known is not cls for known in _FIELDS):
+    if any(registered.__name__ == cls.__name__ and registered is not cls for registered in _FIELDS):
         raise ConfigError(f"register_event: another event class is already registered as {cls.__name__}")
     _FIELDS[cls] = dict(fields)
 
@@ -154,7 +154,7 @@ def event_from_dict(data: Any) -> DpEvent:
     if not isinstance(data, dict) or not isinstance(data.get("event_type"), str):
         raise UnsupportedError(f'a privacy event must be an object with an "event_type"; got {data!r}')
     name = data["event_type"]
-    cls = next((known for known in _FIELDS if known.__name__ == name), None)
+    cls = next((registered for registered in _FIELDS if registered.__name__ == name), None)
     if cls is None:
         raise UnsupportedError(f"unknown privacy event {name!r}; its cost cannot be accounted for")
     fields = _FIELDS[cls]

@@ -50,9 +50,11 @@ def register_accountant(cls: _Class) -> _Class:
         raise ConfigError(
             f"{cls.__name__}: an accountant needs a name, an identifier, and a summary; got {name!r}, {summary!r}"
         )
-    known = _ACCOUNTANTS.get(name)
-    if known is not None and type(known) is not cls:
-        raise ConfigError(f"{cls.__name__}: another accountant, {type(known).__name__}, is already known as {name!r}")
+    registered = _ACCOUNTANTS.get(name)
+    if registered is not None and type(registered) is not cls:
+        raise ConfigError(
+            f"{cls.__name__}: another accountant, {type(registered).__name__}, is already known as {name!r}"
+        )
     _ACCOUNTANTS[name] = cls()
     return cls
 
