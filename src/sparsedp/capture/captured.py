@@ -77,10 +77,10 @@ class Captured:
             self._touched = TouchedRows(self.uses, space, self.units, self.owners)
         return self._touched
 
-    def squared_norms(self, uses: ParameterUses, known: RowNorms | None = None) -> Tensor:
+    def squared_norms(self, uses: ParameterUses, row_norms: RowNorms | None = None) -> Tensor:
         """Squared norm of each unit's gradient, (units,), by `uses` of one parameter; see `ParameterUses`."""
         if self.owners is None:
-            return uses.squared_norms(self.units, known)
+            return uses.squared_norms(self.units, row_norms)
         if self._grouped is None:
             self._grouped = Grouping(self.owners, self.units)
         return self._grouped.squared_norms(uses)

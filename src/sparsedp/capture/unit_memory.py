@@ -14,8 +14,8 @@ from sparsedp.capture.units import UnitData
 class UnitMemory:
     """Memory by its address, in this forward pass and in earlier ones."""
 
-    def __init__(self, known: KnownTensors, state: ModuleState, current: ForwardPass) -> None:
-        self._known, self._state, self._current = known, state, current
+    def __init__(self, tensors: KnownTensors, state: ModuleState, current: ForwardPass) -> None:
+        self._tensors, self._state, self._current = tensors, state, current
         # In this forward pass. The tensors keep the memory from being given to others.
         self._written: dict[int, Tensor] = {}
         # In earlier passes, as long as it lives, and of which batch the units were.
@@ -45,15 +45,15 @@ class UnitMemory:
 
     def lose(self, tensor: Tensor) -> None:
         """Units may have been written anywhere into a tensor."""
-        self._known[tensor] = UnitData(None)
+        self._tensors[tensor] = UnitData(None)
         self.lose_aliases(tensor)
 
     def lose_aliases(self, target: Tensor) -> None:
         """After units were written where they were not: in other tensors with the same memory, their place is not known."""
         memory = self.add(target)
-        for tensor in self._known.tensors():
+        for tensor in self._tensors.tensors():
             if tensor is not target and memory_of(tensor) == memory:
-                self._known[tensor] = UnitData(None)
+                self._tensors[tensor] = UnitData(None)
 
     def is_shared_by(self, tensor: Tensor) -> bool:
         """Whether a tensor of unknown origin has memory that units were written to, or that one of their tensors has.
@@ -61,23 +61,23 @@ class UnitMemory:
         `torch.Tensor(t)`, `nn.Parameter(t)` and the like make such tensors unseen. What is known of the tensor is noted: if it
         has no such memory, it is a constant.
         """
-        known = self._known
-        if tensor.requires_grad or id(tensor) in known.private:
+        tensors = self._tensors
+        if tensor.requires_grad or id(tensor) in tensors.private:
             return False
         memory = memory_of(tensor)
         if tensor.is_nested:
-            known[tensor] = UnitData(None)  # made of a list of tensors where that is not seen
+            tensors[tensor] = UnitData(None)  # made of a list of tensors where that is not seen
             return True
         if memory in self._state.storages or memory <= 0:
             return False
         earlier = self._earlier.get(memory)
         if earlier is not None and not earlier[0].expired():
-            known[tensor] = EARLIER if earlier[1] is not self._current.batch else UnitData(None)
+            tensors[tensor] = EARLIER if earlier[1] is not self._current.batch else UnitData(None)
         elif memory in self._written or any(
-            memory_of(other) == memory for other in known.tensors() if known.is_data(other)
+            memory_of(other) == memory for other in tensors.tensors() if tensors.is_data(other)
         ):
-            known[tensor] = UnitData(None)
+            tensors[tensor] = UnitData(None)
         else:
-            known[tensor] = CONSTANT
+            tensors[tensor] = CONSTANT
             return False
         return True
