@@ -114,20 +114,20 @@ class ReadSummary:
 def find_sources(paths: Paths) -> list[Path]:
     """The files of a log in order: a file, a list, or a directory or glob pattern (day_2 before day_10)."""
     if not isinstance(paths, (str, os.PathLike)):
-        found = [Path(path) for path in paths]
+        sources = [Path(path) for path in paths]
     elif Path(paths).is_dir():
-        found = [p for p in Path(paths).iterdir() if p.is_file() and not p.name.startswith(".")]
-        found.sort(key=_natural)
+        sources = [p for p in Path(paths).iterdir() if p.is_file() and not p.name.startswith(".")]
+        sources.sort(key=_natural)
     elif has_magic(os.fspath(paths)) and not Path(paths).exists():
-        found = sorted((Path(p) for p in glob(os.fspath(paths)) if Path(p).is_file()), key=_natural)
+        sources = sorted((Path(p) for p in glob(os.fspath(paths)) if Path(p).is_file()), key=_natural)
     else:
-        found = [Path(paths)]
-    if not found:
+        sources = [Path(paths)]
+    if not sources:
         raise DataError(f"no files found: {paths!r}")
-    for path in found:
+    for path in sources:
         if not path.is_file():
             raise DataError(f"{path}: no such file")
-    return [path.absolute() for path in found]
+    return [path.absolute() for path in sources]
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:

@@ -109,15 +109,15 @@ def detect_layout(first_line: bytes, path: Path, user_column: str | None = None)
         raise DataError(f"{path}: there is no header, so that the user column {user_column!r} cannot be found")
     if "label" not in names:
         return Layout(separator, False, tuple(range(len(COLUMNS))))
-    known = {name.lower(): target for target, name in enumerate(COLUMNS)}
+    target_of = {name.lower(): target for target, name in enumerate(COLUMNS)}
     missing = [name for name in COLUMNS if name.lower() not in names]
     if missing:
         raise DataError(f"{path}: the header lacks the columns {', '.join(missing)}")
-    repeated = sorted({name for name in names if name in known and names.count(name) > 1})
+    repeated = sorted({name for name in names if name in target_of and names.count(name) > 1})
     if repeated:
         raise DataError(f"{path}: the header repeats the columns {', '.join(repeated)}")
     period = next((name for name in PERIOD_COLUMNS if name in names), None)
-    targets = [known.get(name, SKIP) for name in names]
+    targets = [target_of.get(name, SKIP) for name in names]
     if period is not None:
         targets[names.index(period)] = PERIOD
     if user_column is not None:

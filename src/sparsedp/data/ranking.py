@@ -44,18 +44,20 @@ def ranks(scores: Tensor, item: Tensor, exclude: Tensor | None = None) -> Tensor
     scores [n, items + 1], item int64 [n]. The ids in `exclude`, int64 [n, any], are not ranked, but the item itself is;
     0 excludes nothing.
     """
-    own = scores.gather(1, item[:, None])
-    if torch.isnan(own).any():
+    target_scores = scores.gather(1, item[:, None])
+    if torch.isnan(target_scores).any():
         raise SparseDPError("A score is not a number, so that nothing can be ranked: the weights have diverged.")
     # What is below is counted, not what is above: then another item's score that is not a number counts against this one.
     rows = max(1, _BLOCK // scores.shape[1])
-    below = [torch.count_nonzero(part[:, 1:] < mine, 1) for part, mine in zip(scores.split(rows), own.split(rows))]
+    below = [
+        torch.count_nonzero(part[:, 1:] < mine, 1) for part, mine in zip(scores.split(rows), target_scores.split(rows))
+    ]
     above = scores.shape[1] - 2 - torch.cat(below)
     if exclude is not None:
         ids = exclude.masked_fill(exclude == item[:, None], 0).sort(1).values
         first = torch.ones_like(ids, dtype=torch.bool)
         first[:, 1:] = ids[:, 1:] != ids[:, :-1]  # an id may stand there twice
-        above -= ((ids > 0) & first & ~(scores.gather(1, ids) < own)).sum(1)
+        above -= ((ids > 0) & first & ~(scores.gather(1, ids) < target_scores)).sum(1)
     return 1 + above
 
 
@@ -80,8 +82,8 @@ def rank_held_out(
         for begin in range(0, len(where), chunk):
             users = where[begin : begin + chunk]
             history, item = data.collate(data.__getitems__(users))
-            found = ranks(score(history).cpu(), item, data.seen(users) if exclude_seen else None)
-            top = found[found <= k].double()
+            target_ranks = ranks(score(history).cpu(), item, data.seen(users) if exclude_seen else None)
+            top = target_ranks[target_ranks <= k].double()
             hit += len(top)
             ndcg += float((1 / torch.log2(1 + top)).sum())
     return Ranking(ndcg / len(where), hit / len(where), k, len(where))

@@ -118,14 +118,14 @@ def _read_lists(path: Path, lines: TextIO) -> Actions:
         parts = line.split()
         if not parts:
             continue
-        user, *own = parts
-        if not own:
+        user, *items_of_user = parts
+        if not items_of_user:
             _refuse(path, number, f"user {user!r} has no items")
         if user in users:
             _refuse(path, number, f"user {user!r} has a line before; format 'lists' has one for each user")
         users[user] = len(users)
-        user_of.extend([users[user]] * len(own))
-        item_of.extend(items.setdefault(item, len(items)) for item in own)
+        user_of.extend([users[user]] * len(items_of_user))
+        item_of.extend(items.setdefault(item, len(items)) for item in items_of_user)
     if not user_of:
         raise DataError(f"{path}: no actions in it")
     return Actions(_whole(user_of), _whole(item_of), None, tuple(items))
@@ -142,12 +142,12 @@ def _refuse(path: Path, number: int, problem: str) -> NoReturn:
 def _csv_layout(path: Path, number: int, header: str) -> _Layout:
     names = [name.strip().strip('"').lower().replace("_", "") for name in header.split(",")]
 
-    def column(what: str, known: Sequence[str]) -> int:
-        found = [i for i, name in enumerate(names) if name in known]
-        if len(found) != 1:
-            problem = "no column is" if not found else f"{len(found)} columns are"
-            _refuse(path, number, f"{problem} the {what} ({', '.join(known)}) in the header {header!r}")
-        return found[0]
+    def column(what: str, accepted: Sequence[str]) -> int:
+        matching = [i for i, name in enumerate(names) if name in accepted]
+        if len(matching) != 1:
+            problem = "no column is" if not matching else f"{len(matching)} columns are"
+            _refuse(path, number, f"{problem} the {what} ({', '.join(accepted)}) in the header {header!r}")
+        return matching[0]
 
     return _Layout(",", len(names), column("user", _USER), column("item", _ITEM), column("time", _TIME))
 

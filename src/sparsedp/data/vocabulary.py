@@ -120,10 +120,10 @@ class GivenVocabulary:
     def encode(self, codes: np.ndarray) -> np.ndarray:
         """codes int64 [n, 26] -> rows int32 [n, 26]."""
         out = np.empty(codes.shape, np.int32)
-        for j, (known, rows) in enumerate(zip(self._codes, self._rows)):
+        for j, (sorted_codes, rows) in enumerate(zip(self._codes, self._rows)):
             column = np.ascontiguousarray(codes[:, j])
-            position = np.minimum(np.searchsorted(known, column), known.size - 1)
-            out[:, j] = np.where(known[position] == column, rows[position], OUT_OF_VOCABULARY_ROW)
+            position = np.minimum(np.searchsorted(sorted_codes, column), sorted_codes.size - 1)
+            out[:, j] = np.where(sorted_codes[position] == column, rows[position], OUT_OF_VOCABULARY_ROW)
         return out
 
     def as_dict(self) -> dict[str, dict[str, int]]:
@@ -185,16 +185,16 @@ class ValueCounter:
             values, inverse, counts = np.unique(
                 np.ascontiguousarray(codes[:, j]), return_inverse=True, return_counts=True
             )
-            known, numbers = self._codes[j], self._numbers[j]
-            position = np.searchsorted(known, values)
+            sorted_codes, numbers = self._codes[j], self._numbers[j]
+            position = np.searchsorted(sorted_codes, values)
             new = np.ones(values.size, bool)
-            inside = position < known.size
-            new[inside] = known[position[inside]] != values[inside]
+            inside = position < sorted_codes.size
+            new[inside] = sorted_codes[position[inside]] != values[inside]
             number = np.empty(values.size, np.int32)
             number[~new] = numbers[position[~new]]
-            number[new] = known.size + np.arange(np.count_nonzero(new))
+            number[new] = sorted_codes.size + np.arange(np.count_nonzero(new))
             if new.any():
-                self._codes[j] = np.insert(known, position[new], values[new])
+                self._codes[j] = np.insert(sorted_codes, position[new], values[new])
                 self._numbers[j] = np.insert(numbers, position[new], number[new])
                 self._counts[j] = np.concatenate([self._counts[j], np.zeros(np.count_nonzero(new), np.int64)])
             self._counts[j][number] += counts
