@@ -121,9 +121,9 @@ def in_slots(slots: Tensor, begin: Tensor, order: Tensor, count: int) -> Tensor:
     """Which of `count` positions, bool, are of a row with a slot (not -1). Row r has order[begin[r] : begin[r + 1]]."""
     if compiled(slots, begin, order):
         return torch.from_numpy(_in_slots(slots.numpy(), begin.numpy(), order.numpy(), count))
-    found = torch.zeros(count, dtype=torch.bool, device=order.device)
-    found[order] = (slots >= 0).repeat_interleave(begin.diff())
-    return found
+    in_slot = torch.zeros(count, dtype=torch.bool, device=order.device)
+    in_slot[order] = (slots >= 0).repeat_interleave(begin.diff())
+    return in_slot
 
 
 def outer_products(a: Tensor, b: Tensor) -> Tensor:
@@ -290,12 +290,12 @@ def _squared_parts(
 
 @njit(cache=True, nogil=True)
 def _in_slots(slots: np.ndarray, begin: np.ndarray, order: np.ndarray, count: int) -> np.ndarray:
-    found = np.zeros(count, np.bool_)
+    in_slot = np.zeros(count, np.bool_)
     for r in range(len(slots)):
         if slots[r] >= 0:
             for k in range(begin[r], begin[r + 1]):
-                found[order[k]] = True
-    return found
+                in_slot[order[k]] = True
+    return in_slot
 
 
 @njit(cache=True, nogil=True)

@@ -205,12 +205,12 @@ def _add_rows(
             at, source = uint64(places[i] * dim + block * width), uint64(lane * drawn)
             scale, kept, count = std[i], factor[i], uint64(min(width, dim - block * width))
             for k in range(min(count, uint64(half))):
-                own = kept * out[at + k]
-                out[at + k] = grid * np.rint(fma(scale * radii[source + k], points[source + k], own))
+                mean = kept * out[at + k]
+                out[at + k] = grid * np.rint(fma(scale * radii[source + k], points[source + k], mean))
             at, angle = at + uint64(half), source + uint64(second)
             for k in range(max(count, uint64(half)) - uint64(half)):
-                own = kept * out[at + k]
-                out[at + k] = grid * np.rint(fma(scale * radii[source + k], points[angle + k], own))
+                mean = kept * out[at + k]
+                out[at + k] = grid * np.rint(fma(scale * radii[source + k], points[angle + k], mean))
             block += 1
             if block == blocks:
                 i, block = i + 1, 0
