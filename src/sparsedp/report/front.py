@@ -128,16 +128,16 @@ def has_utility(run: Run, metric: str) -> bool:
 
 def settings_at(runs: Sequence[Run], group: str, point: Mapping[str, Any], metric: str) -> list[Setting]:
     """The settings of a group at a point; runs that lack an axis of the point count at all of its values."""
-    found: list[Setting] = []
+    settings: list[Setting] = []
     for run in runs:
         if run.group != group or not _lies_at(run, point):
             continue
-        mine = next((setting for setting in found if setting.settings == run.settings), None)
-        if mine is None:
-            mine = Setting(group, run.settings, {}, metric)
-            found.append(mine)
-        mine.runs[run.seed] = run
-    return found
+        setting_of_run = next((setting for setting in settings if setting.settings == run.settings), None)
+        if setting_of_run is None:
+            setting_of_run = Setting(group, run.settings, {}, metric)
+            settings.append(setting_of_run)
+        setting_of_run.runs[run.seed] = run
+    return settings
 
 
 def fullest(settings: Sequence[Setting]) -> list[Setting]:
@@ -218,23 +218,23 @@ def _at_point(
     metric: str,
 ) -> dict[str, Any]:
     against = best(settings_at(runs, reference, point, metric))
-    found: dict[str, Any] = {"point": point, "reference": None if against is None else against.to_dict(against)}
+    summary: dict[str, Any] = {"point": point, "reference": None if against is None else against.to_dict(against)}
     chosen = {name: best(settings_at(runs, name, point, metric)) for name in controls}
-    found["controls"] = {name: None if s is None else s.to_dict(against) for name, s in chosen.items()}
+    summary["controls"] = {name: None if s is None else s.to_dict(against) for name, s in chosen.items()}
     frozen = chosen.get("frozen")
     gain = None if frozen is None or against is None else frozen.loss(against, TEST)
-    found["gain_of_tables"] = None if gain is None else gain.to_dict()
-    found["tables_matter"] = None if gain is None else gain.mean >= margin
+    summary["gain_of_tables"] = None if gain is None else gain.to_dict()
+    summary["tables_matter"] = None if gain is None else gain.mean >= margin
     planted = [run.result["planted_auc"] for run in runs if "planted_auc" in run.result and _lies_at(run, point)]
-    found["planted_auc"] = statistics.fmean(planted) if planted and metric == "auc" else None
-    found["variants"] = {}
+    summary["planted_auc"] = statistics.fmean(planted) if planted and metric == "auc" else None
+    summary["variants"] = {}
     for name in variants:
         settings = settings_at(runs, name, point, metric)
         top = best(settings)
         reductions: list[Setting | None] = [
             None if against is None else best_reduction(settings, against, loss) for loss in losses
         ]
-        found["variants"][name] = {
+        summary["variants"][name] = {
             "best": None if top is None else top.to_dict(against),
             "best_reduction": [
                 {"loss": loss, "choice": None if s is None else s.to_dict(against)}
@@ -243,7 +243,7 @@ def _at_point(
             "front": [setting.to_dict(against) for setting in front(settings)],
             "settings": [setting.to_dict(against) for setting in settings],
         }
-    return found
+    return summary
 
 
 def _lies_at(run: Run, point: Mapping[str, Any]) -> bool:

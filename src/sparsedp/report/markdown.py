@@ -82,26 +82,30 @@ def _point(at: Mapping[str, Any], summary: Mapping[str, Any], metric: str) -> li
         rows.append(["the model that drew the clicks", f"{at['planted_auc']:.4f} (all held out)", "", "", "", "", ""])
     header = ["", metric, "loss", "epsilon", "clipped", "seeds", "settings"]
     lines += _table(header, rows)
-    others = {name: found for name, found in at["variants"].items() if name != summary["reference"]}
+    others = {name: variant for name, variant in at["variants"].items() if name != summary["reference"]}
     if not others:
         return lines
     lines += ["", "Best gradient-size reduction at a utility loss of at most (on the validation half):", ""]
     header = ["", *(f"{loss:g}" for loss in summary["losses"])]
-    rows = [[name, *(_times(entry["choice"]) for entry in found["best_reduction"])] for name, found in others.items()]
+    rows = [
+        [name, *(_times(entry["choice"]) for entry in variant["best_reduction"])] for name, variant in others.items()
+    ]
     lines += _table(header, rows)
     lines += ["", "What these settings are, and what they lose on the test half:", ""]
     rows = []
-    for name, found in others.items():
-        for entry in found["best_reduction"]:
+    for name, variant in others.items():
+        for entry in variant["best_reduction"]:
             choice = entry["choice"]
             if choice is not None:
                 rows.append([name, f"{entry['loss']:g}", *_numbers(choice)])
     header = ["", "at most", "reduction", "range", metric, "loss", "kept mass", "clipped", "seeds", "settings"]
     lines += _table(header, rows) if rows else ["No setting loses so little."]
     lines += ["", "Fronts: settings that no other of the variant beats in both (on the validation half):", ""]
-    rows = [[name, *_numbers(entry)] for name, found in others.items() for entry in found["front"]]
+    rows = [[name, *_numbers(entry)] for name, variant in others.items() for entry in variant["front"]]
     lines += _table(["", *header[2:]], rows) if rows else ["No run of these variants is finished."]
-    open_ended = [name for name, found in others.items() if found["best"] and math.isinf(found["best"]["epsilon"])]
+    open_ended = [
+        name for name, variant in others.items() if variant["best"] and math.isinf(variant["best"]["epsilon"])
+    ]
     if open_ended:
         lines += ["", f"Without any privacy guarantee (epsilon is infinite): {', '.join(open_ended)}."]
     return lines

@@ -58,17 +58,17 @@ def _panels(summary: Mapping[str, Any]) -> tuple[Figure, Sequence[Axes]]:
 
 
 def front_plot(summary: Mapping[str, Any]) -> Figure | None:
-    if not any(found["settings"] for at in summary["points"] for found in at["variants"].values()):
+    if not any(variant["settings"] for at in summary["points"] for variant in at["variants"].values()):
         return None
     figure, panels = _panels(summary)
     for panel, at in zip(panels, summary["points"]):
         for name, color in _variants(summary).items():
-            found = at["variants"][name]
-            trained = [entry for entry in found["settings"] if entry["reduction"] is not None]
+            variant = at["variants"][name]
+            trained = [entry for entry in variant["settings"] if entry["reduction"] is not None]
             panel.scatter(*_coordinates(trained), s=14, color=color, alpha=0.4, linewidths=0)
             panel.errorbar(
-                *_coordinates(found["front"]),
-                yerr=[entry["metric"]["test"]["error"] or 0.0 for entry in found["front"]],
+                *_coordinates(variant["front"]),
+                yerr=[entry["metric"]["test"]["error"] or 0.0 for entry in variant["front"]],
                 marker="o", markersize=5, color=color, linewidth=1.2, capsize=2, label=name,
             )  # fmt: skip
         lines = {CONTROL_NAMES[name]: (entry, _LINES[name]) for name, entry in at["controls"].items()}
@@ -90,7 +90,7 @@ def _focus(panels: Sequence[Axes], summary: Mapping[str, Any]) -> None:
     values = [
         entry["metric"]["test"]["mean"]
         for at in summary["points"]
-        for entry in (at["reference"], *(e for found in at["variants"].values() for e in found["settings"]))
+        for entry in (at["reference"], *(e for variant in at["variants"].values() for e in variant["settings"]))
         if entry is not None
     ]
     low, high = min(values), max(values)
