@@ -142,10 +142,14 @@ class Draws:
         ends = np.cumsum(sizes)
         parts = list(whole_users(sizes, self.max_physical_batch)) or [slice(0, 0)]
         for i, part in enumerate(parts):
-            own = sizes[part]
-            infos.append(BatchInfo(len(own), len(sizes), i == 0, i == len(parts) - 1, step, owners=owners_of(own)))
-            if len(own):
-                yield examples[ends[part.start] - own[0] : ends[part.stop - 1]].tolist()
+            sizes_of_part = sizes[part]
+            infos.append(
+                BatchInfo(
+                    len(sizes_of_part), len(sizes), i == 0, i == len(parts) - 1, step, owners=owners_of(sizes_of_part)
+                )
+            )
+            if len(sizes_of_part):
+                yield examples[ends[part.start] - sizes_of_part[0] : ends[part.stop - 1]].tolist()
 
     def counted(self, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The examples that `users` bring to a count of the data, as `Users.examples`; with one key, the same ones again."""

@@ -109,10 +109,10 @@ class BatchLayout:
     def unit_axes_of(self, batch: Any) -> tuple[tuple[Tensor, int | None], ...]:
         """The tensors and arrays of a batch of which it is known on which axis the examples are, or that they are on none."""
         if self.is_rows:
-            found: Iterator[tuple[Any, int | None]] = ((value, 0) for value in _arrays_in(batch, _DEPTH))
+            values: Iterator[tuple[Any, int | None]] = ((value, 0) for value in _arrays_in(batch, _DEPTH))
         else:
-            found = ((value, axis) for entry, axis in self.axes if (value := entry.of_or_none(batch)) is not None)
-        return tuple((tensor, axis) for value, axis in found if (tensor := _as_tensor(value)) is not None)
+            values = ((value, axis) for entry, axis in self.axes if (value := entry.of_or_none(batch)) is not None)
+        return tuple((tensor, axis) for value, axis in values if (tensor := _as_tensor(value)) is not None)
 
     def refuse_change(self, batch: Any) -> None:
         """Raises if a batch holds another value where those that were tried had a common one."""

@@ -88,7 +88,10 @@ class StreamPlan:
         """How many of the first `steps` steps of a run are on each span."""
         passes, rest = divmod(steps, sum(self.steps))
         starts = accumulate(self.steps, initial=0)
-        return tuple(passes * own + min(max(rest - start, 0), own) for own, start in zip(self.steps, starts))
+        return tuple(
+            passes * steps_of_span + min(max(rest - start, 0), steps_of_span)
+            for steps_of_span, start in zip(self.steps, starts)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {**vars(self), "sizes": list(self.sizes), "steps": list(self.steps)}
@@ -100,12 +103,12 @@ class StreamPlan:
 
 def _whole_numbers(periods: Any) -> np.ndarray:
     """The periods as a read-only array of int64, or an error."""
-    found = np.asarray(periods)
-    if found.ndim != 1 or found.size == 0 or found.dtype.kind not in "iu":
-        shape = f"{found.dtype} of shape {found.shape}"
+    numbers = np.asarray(periods)
+    if numbers.ndim != 1 or numbers.size == 0 or numbers.dtype.kind not in "iu":
+        shape = f"{numbers.dtype} of shape {numbers.shape}"
         raise ConfigError(f"Stream: periods must be one whole number per example, in a vector; got {shape}")
-    if int(found.min()) < -(2**62) or int(found.max()) >= 2**62:
+    if int(numbers.min()) < -(2**62) or int(numbers.max()) >= 2**62:
         raise ConfigError("Stream: periods must lie between -2^62 and 2^62")
-    found = found.astype(np.int64)
-    found.flags.writeable = False
-    return found
+    numbers = numbers.astype(np.int64)
+    numbers.flags.writeable = False
+    return numbers

@@ -80,8 +80,8 @@ def users_of(dataset: Any, ids: Any, limit: int | None) -> Users:
         raise UnsupportedError(
             f"{type(dataset).__name__} has no length, so that nobody can say whose its examples are."
         )
-    own = ids is None
-    ids = getattr(dataset, "users", None) if own else ids
+    is_declared = ids is None
+    ids = getattr(dataset, "users", None) if is_declared else ids
     if ids is None:
         raise UnsupportedError(
             f"unit='user' needs to know whose each example is, and {type(dataset).__name__} has no attribute `users`. Pass "
@@ -89,7 +89,7 @@ def users_of(dataset: Any, ids: Any, limit: int | None) -> Users:
             "single examples, not people with several."
         )
     users = Users.of(ids, len(dataset), limit)
-    return replace(users, declared=_array(ids).copy()) if own else users
+    return replace(users, declared=_array(ids).copy()) if is_declared else users
 
 
 def whole_users(sizes: np.ndarray, limit: int | None) -> Iterator[slice]:
@@ -113,17 +113,17 @@ def _array(ids: Any) -> np.ndarray:
 
 
 def _whole_numbers(ids: Any, size: int) -> np.ndarray:
-    found = _array(ids)
-    if found.ndim != 1 or found.dtype.kind not in "iu":
+    numbers = _array(ids)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise UnsupportedError(
-            f"users must hold one whole number per example, in a vector; got {found.dtype} of shape {found.shape}. "
+            f"users must hold one whole number per example, in a vector; got {numbers.dtype} of shape {numbers.shape}. "
             "Number other ids first, as np.unique(ids, return_inverse=True)[1] does."
         )
-    if len(found) != size:
-        raise UnsupportedError(f"users has {len(found)} entries, the data set has {size} examples.")
-    if size and int(found.min()) < 0:
+    if len(numbers) != size:
+        raise UnsupportedError(f"users has {len(numbers)} entries, the data set has {size} examples.")
+    if size and int(numbers.min()) < 0:
         raise UnsupportedError(
             "users holds a negative number, which mostly stands for a user who is not known (as pandas.factorize gives it). "
             "Taken as one user they would not be protected one by one: leave their examples out, or number these users, too."
         )
-    return found
+    return numbers
