@@ -67,16 +67,16 @@ class _Guarded:
         with without_subclasses():
             self.settle_table()
             copy = _plain(self).clone()
-            found: Tensor = nn.Parameter(copy, self.requires_grad) if isinstance(self, LazyTable) else copy
-        memo[id(self)] = found
-        return found
+            result: Tensor = nn.Parameter(copy, self.requires_grad) if isinstance(self, LazyTable) else copy
+        memo[id(self)] = result
+        return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.settle_table()
         with without_subclasses():
             plain = _plain(self)
-            found: Tensor = nn.Parameter(plain, self.requires_grad) if isinstance(self, LazyTable) else plain
-            return found.__reduce_ex__(protocol)
+            result: Tensor = nn.Parameter(plain, self.requires_grad) if isinstance(self, LazyTable) else plain
+            return result.__reduce_ex__(protocol)
 
 
 class LazyTable(_Guarded, nn.Parameter):
@@ -150,15 +150,15 @@ def _is_metadata(func: Callable) -> bool:
 
 def _guarded_in(values: Iterable[Any]) -> list[Any]:
     """Also in nested tuples, lists and dicts."""
-    found: list[Any] = []
+    guarded: list[Any] = []
     for value in values:
         if isinstance(value, _Guarded):
-            found.append(value)
+            guarded.append(value)
         elif isinstance(value, (tuple, list)):
-            found += _guarded_in(value)
+            guarded += _guarded_in(value)
         elif isinstance(value, dict):
-            found += _guarded_in(value.values())
-    return found
+            guarded += _guarded_in(value.values())
+    return guarded
 
 
 def _with_aliases_guarded(out: Any, guarded: list[Any]) -> Any:

@@ -49,7 +49,7 @@ class _Table:
     settled: int = 0  # the latest pending step at which all rows were
     trained: bool = True  # frozen tables get no noise
 
-    def own(self, tensor: Tensor) -> Tensor:
+    def owned_rows_of(self, tensor: Tensor) -> Tensor:
         """The owned rows of the parameter, or of its momentum."""
         return tensor if len(self.owned) == len(tensor) else tensor[self.owned.start : self.owned.stop]
 
@@ -68,9 +68,13 @@ class _Group:
     @property
     def coefficients(self) -> Coefficients:
         """Of the step at hand: a schedule or a hand may have changed the learning rate."""
-        own = self.optimizer.param_groups[self.index]  # load_state_dict makes new ones
+        options = self.optimizer.param_groups[self.index]  # load_state_dict makes new ones
         return Coefficients.of(
-            float(own["lr"]), float(own["momentum"]), float(own["weight_decay"]), own["nesterov"], own["maximize"]
+            float(options["lr"]),
+            float(options["momentum"]),
+            float(options["weight_decay"]),
+            options["nesterov"],
+            options["maximize"],
         )
 
 
@@ -269,8 +273,8 @@ class LazyOwner(Owner):
         drift, std = group.pending.transition(since), self._std * group.pending.deviation(since)
         key = self._key().child(_AGGREGATED, table.index, now)
         if momentum is not None:
-            own = self._key().child(_MOMENTUM, table.index, now)
-            move_row_pairs((key, own), weight, momentum, rows, drift, std, grids, None, table.owned.start)
+            momentum_key = self._key().child(_MOMENTUM, table.index, now)
+            move_row_pairs((key, momentum_key), weight, momentum, rows, drift, std, grids, None, table.owned.start)
         elif grids[0]:  # otherwise the learning rate was 0
             factor = drift[0] if group.pending.drifts else None
             add_row_normals(key, weight, rows, std[0], grids[0], factor, table.owned.start)
@@ -324,8 +328,8 @@ class LazyOwner(Owner):
 
     def _tensors(self, group: _Group, table: _Table) -> tuple[Tensor, Tensor | None]:
         """The owned rows of a table, and of its momentum if there is one. Call with torch functions of subclasses disabled."""
-        momentum = table.own(self._momentum(table)) if group.pending.has_momentum else None
-        return table.own(table.parameter.detach()), momentum
+        momentum = table.owned_rows_of(self._momentum(table)) if group.pending.has_momentum else None
+        return table.owned_rows_of(table.parameter.detach()), momentum
 
     def _momentum(self, table: _Table) -> Tensor:
         """torch's momentum buffer of a table, which it would make at the first step."""
@@ -404,9 +408,11 @@ class LazyOwner(Owner):
         self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor, rows: Tensor, sums: Tensor
     ) -> None:
         """One step of touched rows and their momenta."""
-        own, now = group.coefficients, group.first + group.pending.steps
-        drift = np.tile(np.array([[own.ww], [own.wv], [own.vw], [own.vv]]), len(rows))
-        std = np.tile(self._std * np.array([[own.gw], [own.gv], [0.0]]), len(rows))
+        coefficients, now = group.coefficients, group.first + group.pending.steps
+        drift = np.tile(
+            np.array([[coefficients.ww], [coefficients.wv], [coefficients.vw], [coefficients.vv]]), len(rows)
+        )
+        std = np.tile(self._std * np.array([[coefficients.gw], [coefficients.gv], [0.0]]), len(rows))
         key = self._key().child(_TOUCHED, table.index, now)
         shift = sums / self._std
         move_row_pairs((key, key), weight, momentum, rows, drift, std, self._grids(group), shift, table.owned.start)

@@ -52,6 +52,6 @@ def plain_rates(optimizer: Optimizer) -> dict[int, float]:
 
 def watched(optimizer: Optimizer) -> bool:
     """Whether somebody is called at each step of an optimizer, who may look at the gradients."""
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    everybodys = optimizer_pre_hooks or optimizer_post_hooks
-    return bool("step" in vars(optimizer) or own or everybodys)
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    hooks_of_all = optimizer_pre_hooks or optimizer_post_hooks
+    return bool("step" in vars(optimizer) or hooks or hooks_of_all)

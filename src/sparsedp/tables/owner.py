@@ -155,9 +155,13 @@ class SeveralOwners(Owner):
 
     def noise_parts(self, sums: Mapping[int, Sums]) -> list[Mapping[int, Sums]]:
         names = {table.index: name for name, table in self.run.tables.items()}
-        parts: list[Mapping[int, Sums]] = [{index: own for index, own in sums.items() if index not in names}]
+        parts: list[Mapping[int, Sums]] = [
+            {index: table_sums for index, table_sums in sums.items() if index not in names}
+        ]
         for owner in self.owners:
-            parts.append({i: _cut(own, owner.run.owned(names[i])) for i, own in sums.items() if i in names})
+            parts.append(
+                {i: _cut(table_sums, owner.run.owned(names[i])) for i, table_sums in sums.items() if i in names}
+            )
         return parts
 
     def advance(self) -> None:

@@ -122,9 +122,9 @@ class PendingSteps:
     def deviation(self, since: np.ndarray) -> np.ndarray:
         """L with L L^T = C from each of the steps `since` to the present, (3, n): ww, vw, vv (lower triangle)."""
         if not self.has_momentum:
-            own = np.zeros((3, len(since)))
-            own[0] = np.sqrt(self._noise[0, since])
-            return own
+            factor = np.zeros((3, len(since)))
+            factor[0] = np.sqrt(self._noise[0, since])
+            return factor
         a, b, c = self._noise[:, since]
         root = np.sqrt(a)
         below = np.divide(b, root, out=np.zeros_like(b), where=root > 0)

@@ -26,12 +26,12 @@ class TableSpec:
 
 def table_specs(parameters: Mapping[str, Tensor], tables: Collection[str]) -> dict[str, TableSpec]:
     """The specs of some of the private parameters of a module, by name in alphabetical order."""
-    found = {
+    specs = {
         name: TableSpec(name, parameter.shape[0], parameter.shape[1], parameter.dtype, index)
         for index, (name, parameter) in enumerate(parameters.items())
         if name in tables
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(specs.items()))
 
 
 def find_tables(module: nn.Module) -> frozenset[str]:
