@@ -175,14 +175,14 @@ class DPFormer(SequenceModel):
             )
         variance = self.dim * self.item_error[history].square() + self.position_error[: history.shape[1]].square()
         x = Moments(embedded, variance[..., None])
-        found: list[_Noise | None] = []
+        noises: list[_Noise | None] = []
         for block in self.blocks:
             assert isinstance(block, _Block)
             noise = _Noise(layer_norm(x, block.norm1, self.weight_error), self.weight_error, self.cap)
-            found.append(noise)
-            if len(found) < len(self.blocks):
+            noises.append(noise)
+            if len(noises) < len(self.blocks):
                 x = block.propagate(x, noise, future)
-        return found
+        return noises
 
 
 def _after_load(model: DPFormer, keys: Any) -> None:
@@ -249,8 +249,8 @@ class _Block(nn.Module):
         """The variance [B, heads, L, L] that errors of the keys make in the logits."""
         if self.projected:
             weight = self.key.weight.unflatten(0, (self.heads, -1))
-            own = own_variance(noise.inputs, self.key, noise.error)
-            return projected_logit_variance(query, weight, noise.inputs.variance[:, None], own[:, None])
+            weight_variance = own_variance(noise.inputs, self.key, noise.error)
+            return projected_logit_variance(query, weight, noise.inputs.variance[:, None], weight_variance[:, None])
         of_keys = linear_variance(noise.inputs, self.key, noise.error, groups=self.heads)
         return logit_variance(query, of_keys.mT[..., None])
 

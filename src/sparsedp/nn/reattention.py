@@ -138,8 +138,8 @@ def layer_norm(x: Moments, layer: nn.LayerNorm, error: Tensor) -> Moments:
     centred = x.mean - x.mean.mean(-1, keepdim=True)
     size = centred.square().mean(-1, keepdim=True) + left + layer.eps
     normal, share = centred / size.sqrt(), left / size
-    own = error.square() * (normal.square().mean(-1, keepdim=True) + share + 1)
-    return Moments(normal * layer.weight + layer.bias, share * layer.weight.square().mean() + own)
+    layer_variance = error.square() * (normal.square().mean(-1, keepdim=True) + share + 1)
+    return Moments(normal * layer.weight + layer.bias, share * layer.weight.square().mean() + layer_variance)
 
 
 def attend(weights: Tensor, values: Moments, logits: Tensor) -> Moments:
@@ -168,14 +168,14 @@ def logit_variance(query: Tensor, key_variance: Tensor) -> Tensor:
     return query.square().mean(-1, keepdim=True) * key_variance.mT
 
 
-def projected_logit_variance(query: Tensor, weight: Tensor, inputs: Tensor, own: Tensor) -> Tensor:
+def projected_logit_variance(query: Tensor, weight: Tensor, inputs: Tensor, weight_variance: Tensor) -> Tensor:
     """(|W^T q_i|^2 v_j + |q_i|^2 o_j) / d: for keys k_j = W x_j whose inputs have independent errors. Ours.
 
     W mixes the inputs' errors into all dimensions of a key, which then vary together. `weight` [..., d, dim], `inputs` v
-    [..., L, 1] the inputs' variance, `own` o [..., L, 1] what W's own error adds (`own_variance`).
+    [..., L, 1] the inputs' variance, `weight_variance` o [..., L, 1] what W's own error adds (`own_variance`).
     """
     through = (query @ weight).square().sum(-1, keepdim=True) / query.shape[-1]
-    return through * inputs.mT + logit_variance(query, own)
+    return through * inputs.mT + logit_variance(query, weight_variance)
 
 
 def correction(variance: Tensor, cap: Tensor | float) -> Tensor:

@@ -62,12 +62,12 @@ class _LogitsLoss(torch.autograd.Function):
         kept = (target >= 0).flatten().nonzero().squeeze(1)
         wanted = target.flatten()[kept]
         sums = rows.new_empty(kept.numel())
-        for s, own in _chunks(rows, kept):
+        for s, chunk in _chunks(rows, kept):
             if left_out is not None:
-                own[:, left_out] = -torch.inf
-            highest = own.amax(1)
-            torch.softmax(own, 1, out=own)
-            sums[s] = highest - own.amax(1).log()  # the largest is exp(highest - sum)
+                chunk[:, left_out] = -torch.inf
+            highest = chunk.amax(1)
+            torch.softmax(chunk, 1, out=chunk)
+            sums[s] = highest - chunk.amax(1).log()  # the largest is exp(highest - sum)
         shares = (target >= 0).sum(1).clamp_min(1).to(rows.dtype).reciprocal()
         each = torch.zeros_like(target, dtype=rows.dtype)
         each.view(-1)[kept] = (sums - rows[kept, wanted]).clamp_min_(0)
@@ -80,15 +80,15 @@ class _LogitsLoss(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         logits, kept, wanted, sums, shares = ctx.saved_tensors
         rows = logits.reshape(-1, logits.shape[-1])
-        found = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
+        gradient = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
         scale = (grads[0] * shares)[kept // max(1, rows.shape[0] // max(1, len(shares))), None]
-        for s, own in _chunks(rows, kept):
-            own.sub_(sums[s, None]).exp_()
+        for s, chunk in _chunks(rows, kept):
+            chunk.sub_(sums[s, None]).exp_()
             if ctx.left_out is not None:
-                own[:, ctx.left_out] = 0
-            own[torch.arange(len(own), device=own.device), wanted[s]] -= 1
-            found.index_copy_(0, kept[s], own.mul_(scale[s]))
-        return found.view(logits.shape), None, None
+                chunk[:, ctx.left_out] = 0
+            chunk[torch.arange(len(chunk), device=chunk.device), wanted[s]] -= 1
+            gradient.index_copy_(0, kept[s], chunk.mul_(scale[s]))
+        return gradient.view(logits.shape), None, None
 
 
 def _chunks(rows: Tensor, kept: Tensor) -> Any:
