@@ -41,10 +41,10 @@ def look(run: Path) -> list[str]:
     model = config.model.make(data.training, config.code)
     model.load_state_dict(torch.load(run / "release/model.pt", weights_only=True))
     model.eval()
-    own = rank_held_out(model.score_next, held_out)  # type: ignore[arg-type]
+    with_histories = rank_held_out(model.score_next, held_out)  # type: ignore[arg-type]
     # A chunk's histories, one user further on.
-    others = rank_held_out(lambda history: model.score_next(history.roll(1, 0)), held_out)  # type: ignore[operator]
-    lines = [f"NDCG@10 with own histories {own.ndcg:.4f}, with another user's {others.ndcg:.4f}"]
+    with_others = rank_held_out(lambda history: model.score_next(history.roll(1, 0)), held_out)  # type: ignore[operator]
+    lines = [f"NDCG@10 with own histories {with_histories.ndcg:.4f}, with another user's {with_others.ndcg:.4f}"]
     if isinstance(model, DPFormer):
         history, _ = held_out.collate(held_out.__getitems__(list(range(USERS))))
         lines += attention(model, history)
@@ -56,18 +56,18 @@ def attention(model: DPFormer, history: Tensor) -> list[str]:
     """Of each block: standard deviations over the keys of a query, averaged over the queries that have two or more."""
     lines = []
     for number, block in enumerate(model.blocks, 1):
-        found: list[tuple[Tensor, Tensor | None]] = []
+        attentions: list[tuple[Tensor, Tensor | None]] = []
         weights = block._weights
 
-        def watched(query, key, future, noise, weights=weights, found=found):  # type: ignore[no-untyped-def]
+        def watched(query, key, future, noise, weights=weights, attentions=attentions):  # type: ignore[no-untyped-def]
             plain = weights(query, key, future, None)
-            found.append((plain, None if noise is None else weights(query, key, future, noise)))
+            attentions.append((plain, None if noise is None else weights(query, key, future, noise)))
             return weights(query, key, future, noise)
 
         block._weights = watched  # type: ignore[assignment]
         model.score_next(history)
         del block._weights
-        plain, corrected = found[-1]
+        plain, corrected = attentions[-1]
         # Scores are only defined up to a constant for each query, as is their logarithm's deviation.
         line = f"block {number}: logits vary by {_deviation(plain.log()):.3f} over the keys of a query"
         if corrected is not None:
@@ -79,8 +79,8 @@ def attention(model: DPFormer, history: Tensor) -> list[str]:
 def _deviation(logits: Tensor) -> float:
     """[B, heads, L, L] -> mean over queries of the deviation over the keys that are not in the future."""
     length = logits.shape[-1]
-    found = [logits[:, :, query, : query + 1].std(-1) for query in range(1, length)]
-    value = float(torch.cat([row.flatten() for row in found]).nanmean())
+    deviations = [logits[:, :, query, : query + 1].std(-1) for query in range(1, length)]
+    value = float(torch.cat([row.flatten() for row in deviations]).nanmean())
     assert math.isfinite(value)
     return value
 

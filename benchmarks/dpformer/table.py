@@ -62,15 +62,15 @@ def _percent(result: dict[str, Any]) -> str:
 
 def lines(runs: list[Run]) -> list[str]:
     """Markdown: NDCG@10 and HIT@10 in percent, ours and the paper's."""
-    found: dict[tuple[str, float | None], list[str]] = {}
+    cells_of: dict[tuple[str, float | None], list[str]] = {}
     for run in runs:
-        found.setdefault((run.variant, run.epsilon), []).append(_percent(run.result))
+        cells_of.setdefault((run.variant, run.epsilon), []).append(_percent(run.result))
     heads = " | ".join(f"epsilon {epsilon:g} | paper" for epsilon in EPSILONS)
     table = [f"| NDCG@10, HIT@10, % | {heads} |", "| --- |" + " --- | --- |" * len(EPSILONS)]
     for variant, published in PAPER.items():
         cells = []
         for epsilon, paper in zip(EPSILONS, published):
-            cells += ["; ".join(found.get((variant, epsilon), ["-"])), f"{paper[0]:.2f}, {paper[1]:.2f}"]
+            cells += ["; ".join(cells_of.get((variant, epsilon), ["-"])), f"{paper[0]:.2f}, {paper[1]:.2f}"]
         table.append(f"| {variant} | {' | '.join(cells)} |")
     first = runs[0].result
     table += ["", "| other runs | NDCG@10, HIT@10, % |", "| --- | --- |"]

@@ -67,12 +67,12 @@ def add_materialised(
     `room` is memory to write the units' gradients into, a vector: using it again saves the time of getting it.
     """
     with stage("forward"):
-        calls, found = _watched(module, losses)
+        calls, unit_losses = _watched(module, losses)
     with stage("backward"):
-        grads = torch.autograd.grad(found.sum(), [call.output for call in calls])
+        grads = torch.autograd.grad(unit_losses.sum(), [call.output for call in calls])
     room = grads[0].new_empty(MATERIALISED // grads[0].element_size()) if room is None else room
     with torch.no_grad():
-        for part in _parts(found.numel(), room, calls):
+        for part in _parts(unit_losses.numel(), room, calls):
             _add_part(calls, [grad[part] for grad in grads], part, room, clipping, out, divisor, stage)
 
 
@@ -84,7 +84,9 @@ def _add_part(
     with stage("unit gradients"):
         sizes = [call.elements * grads[0].shape[0] for call in calls]
         rooms = room[: sum(sizes)].split(sizes)
-        written = [_unit_gradients(call, call.inputs[part], grad, own) for call, grad, own in zip(calls, grads, rooms)]
+        written = [
+            _unit_gradients(call, call.inputs[part], grad, space) for call, grad, space in zip(calls, grads, rooms)
+        ]
     with stage("norms"):
         squares = torch.zeros(grads[0].shape[0], dtype=torch.float64)
         for call, grad, mine in zip(calls, grads, written):
@@ -109,14 +111,14 @@ def add_reweighted(
 ) -> None:  # fmt: skip
     """(R): as `add_materialised`. Tables need `sparse=True`, or autograd makes dense gradients of them."""
     with stage("forward"):
-        calls, found = _watched(module, losses)
+        calls, unit_losses = _watched(module, losses)
     with stage("backward"):
-        grads = torch.autograd.grad(found.sum(), [call.output for call in calls], retain_graph=True)
+        grads = torch.autograd.grad(unit_losses.sum(), [call.output for call in calls], retain_graph=True)
     room = grads[0].new_empty(_TEMPORARY // grads[0].element_size()) if room is None else room
     with stage("norms"), torch.no_grad():
-        squares = torch.zeros(found.numel(), dtype=torch.float64)
+        squares = torch.zeros(unit_losses.numel(), dtype=torch.float64)
         for call, grad in zip(calls, grads):
-            for part in _parts(found.numel(), room, [call]):
+            for part in _parts(unit_losses.numel(), room, [call]):
                 _add_squares(squares[part], _unit_gradients(call, call.inputs[part], grad[part], room))
             if call.bias is not None:
                 _add_squares(squares, grad)
@@ -124,7 +126,7 @@ def add_reweighted(
     with stage("second backward"):
         for name, parameter in module.named_parameters():
             parameter.grad = out[name]  # autograd adds to it in place
-        (found * factors.to(found.dtype)).sum().backward()
+        (unit_losses * factors.to(unit_losses.dtype)).sum().backward()
         module.zero_grad(set_to_none=True)
 
 

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 from benchmarks.speed.markdown import markdown_table, number
 
 Results = Mapping[str, Mapping[str, Any]]
-Found = Iterable[tuple[str, float]]  # where, and the ratio of best times there
+Ratios = Iterable[tuple[str, float]]  # where, and the ratio of best times there
 
 
 class Line(NamedTuple):
     what: str
     most: float | None  # None: there is a least instead
     least: float | None
-    find: Callable[[Results], Found]
+    find: Callable[[Results], Ratios]
 
     @property
     def asked(self) -> str:
@@ -29,7 +29,7 @@ def _rows(results: Results, part: str) -> list[Mapping[str, Any]]:
     return results.get(part, {}).get("rows", [])
 
 
-def _against_plain(results: Results) -> Found:
+def _against_plain(results: Results) -> Ratios:
     for row in _rows(results, "step"):
         if row["mechanism"] in ("adafest", "eana") and row["model"] == "pctr":
             yield f"pCTR {row['mechanism']}", row["ratio"]["best"]
@@ -41,7 +41,7 @@ def _against_plain(results: Results) -> Found:
             yield f"DLRM {row['variant']}", row["ratio_to_sgd"]["best"]
 
 
-def _light(results: Results) -> Found:
+def _light(results: Results) -> Ratios:
     for row in _rows(results, "dual"):
         if row["base"] and row["variant"] in ("lazydp", "adafest", "eana"):
             yield f"dual encoder {row['variant']}", row["ratio_to_sgd"]["best"]
@@ -50,7 +50,7 @@ def _light(results: Results) -> Found:
             yield f"the peers' model {row['variant']}, {row['rows']:,} rows", row["ratio_to_plain"]["best"]
 
 
-def _against_own(results: Results) -> Found:
+def _against_own(results: Results) -> Ratios:
     for row in _rows(results, "bound"):
         if row["variant"] in ("lazydp", "adafest", "eana") and row["ratio_to_tuned"] is not None:
             yield f"{row['title']} {row['variant']}", row["ratio_to_tuned"]["best"]
@@ -59,7 +59,7 @@ def _against_own(results: Results) -> Found:
             yield "tied, table_softmax_loss", row["ratio_to_chunked"]["best"]
 
 
-def _over_rows(results: Results) -> Found:
+def _over_rows(results: Results) -> Ratios:
     rows = _rows(results, "vocabulary")
     sizes = sorted({row["rows"] for row in rows})
     for variant in ("adafest", "eana"):
@@ -68,27 +68,27 @@ def _over_rows(results: Results) -> Found:
             yield f"{variant}, {sizes[-1]:,} / {sizes[0]:,} rows", times[sizes[-1]] / times[sizes[0]]
 
 
-def _dense_over_sparse(results: Results) -> Found:
+def _dense_over_sparse(results: Results) -> Ratios:
     rows = [row for row in _rows(results, "vocabulary") if row["variant"] == "adafest"]
     if rows:
         last = max(rows, key=lambda row: row["rows"])
         yield f"{last['rows']:,} rows", last["dpsgd_over_this"]["best"]
 
 
-def _tied(results: Results) -> Found:
+def _tied(results: Results) -> Ratios:
     for row in _rows(results, "tied"):
         if "length" in row["varied"] and row["variant"] in ("logits", "softmax"):
             loss = {"logits": "full logits", "softmax": "table_softmax_loss"}[row["variant"]]
             yield f"{loss}, length {row['setting']['length']}", row["ratio_to_plain"]["best"]
 
 
-def _lazy_over_eana(results: Results) -> Found:
+def _lazy_over_eana(results: Results) -> Ratios:
     for row in _rows(results, "lazydp"):
         if row["base"] and row["variant"] == "lazydp" and "ratio_to_eana" in row:
             yield "DLRM", row["ratio_to_eana"]["best"]
 
 
-def _memory(results: Results) -> Found:
+def _memory(results: Results) -> Ratios:
     rows = [row for row in _rows(results, "vocabulary") if "memory" in row]
     largest = max((row["rows"] for row in rows), default=0)
     for row in rows:

@@ -86,10 +86,10 @@ def ratio_table(
         values.sort()
     columns = [value if isinstance(value, str) else f"{value:g}" for value in values]
     table = make_table(f"{title}: a step / {unit[0]}'s, best", ("variant", *columns))
-    found = {(row["variant"], row["setting"][key]): row for row in rows}
+    row_of = {(row["variant"], row["setting"][key]): row for row in rows}
 
     def line(label: str, variant: str, of: Callable[[dict[str, Any]], str]) -> None:
-        cells = [found.get((variant, value)) for value in values]
+        cells = [row_of.get((variant, value)) for value in values]
         if any(cells):
             table.add_row(label, *("-" if row is None else of(row) for row in cells))
 

@@ -45,11 +45,11 @@ def add_unit_gradients(
 
     gradients = vmap(grad(loss), in_dims=(None, 0, 0))
     for s in _some(len(batch[0]), sum(p.numel() for p in parameters.values()), most):
-        found = gradients(parameters, batch[0][s], batch[1][s])
-        squares = sum(torch.linalg.vector_norm(g.flatten(1), dim=1).double().square() for g in found.values())
+        unit_gradients = gradients(parameters, batch[0][s], batch[1][s])
+        squares = sum(torch.linalg.vector_norm(g.flatten(1), dim=1).double().square() for g in unit_gradients.values())
         assert isinstance(squares, Tensor)
         factors = clipping.factors(squares.sqrt())
-        for name, g in found.items():
+        for name, g in unit_gradients.items():
             out[name].view(-1).addmv_(g.flatten(1).mT, factors.to(g.dtype))
 
 

@@ -65,11 +65,11 @@ def ratios_along(rows: Rows, key: str, quantity: Quantity, names: Mapping[str, s
     if not mine:
         return ""
     values, heads = _values(mine, key)
-    found = {(row["variant"], row["setting"][key]): row for row in mine}
-    lines = [[f"{names[unit]}, ms", *(f"{1e3 * found[unit, value]['best']:.0f}" for value in values)]]
+    row_of = {(row["variant"], row["setting"][key]): row for row in mine}
+    lines = [[f"{names[unit]}, ms", *(f"{1e3 * row_of[unit, value]['best']:.0f}" for value in values)]]
     for name, title in names.items():
-        if name != unit and any((name, value) in found for value in values):
-            cells = [found.get((name, value), {}).get(ratio) for value in values]
+        if name != unit and any((name, value) in row_of for value in values):
+            cells = [row_of.get((name, value), {}).get(ratio) for value in values]
             lines.append([title, *map(times, cells)])
     return f"{quantity.title}; steps / {names[unit]}'s:\n\n{markdown_table(('', *heads), lines)}"
 
@@ -80,11 +80,11 @@ def memory_along(rows: Rows, key: str, names: Mapping[str, str]) -> str:
     if not mine:
         return ""
     values, heads = _values(mine, key)
-    found = {(row["variant"], row["setting"][key]): row for row in mine}
+    row_of = {(row["variant"], row["setting"][key]): row for row in mine}
     lines = [
-        [title, *(megabytes(found.get((name, value), {})) for value in values)]
+        [title, *(megabytes(row_of.get((name, value), {})) for value in values)]
         for name, title in names.items()
-        if any((name, value) in found for value in values)
+        if any((name, value) in row_of for value in values)
     ]
     return markdown_table(("peak memory beyond the tables, MB", *heads), lines)
 

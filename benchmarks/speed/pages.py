@@ -45,15 +45,15 @@ def write_pages(folder: Path, results: Results) -> None:
 def pages(results: Results, plots: Collection[str]) -> dict[str, str]:
     """Markdown by file name. `results` are the parts that were run, by name; `plots` the pictures beside the pages."""
     plots = sorted(plots)
-    found = {"README.md": _front(results, plots)}
+    texts = {"README.md": _front(results, plots)}
     for part in PARTS:
         if part in results:
-            own = page_of(part).page(results[part], plots).strip()
-            found[f"{part}.md"] = f"{own}\n\n---\n\n{_READING}\n\n{_origin(results[part])}\n"
+            text_of_part = page_of(part).page(results[part], plots).strip()
+            texts[f"{part}.md"] = f"{text_of_part}\n\n---\n\n{_READING}\n\n{_origin(results[part])}\n"
     for name, text in (("budget.md", budget.page(results)), ("papers.md", papers.page(results))):
         if text:
-            found[name] = f"{text}\n\n---\n\n[How fast is it](README.md)\n"
-    return found
+            texts[name] = f"{text}\n\n---\n\n[How fast is it](README.md)\n"
+    return texts
 
 
 def _front(results: Results, plots: Collection[str]) -> str:

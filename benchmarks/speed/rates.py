@@ -70,7 +70,7 @@ class Rates:
 
     def stream(self, size: int) -> float:
         """Bytes in a second, reading or copying, whichever is faster, if it is `size` bytes that are moved."""
-        chosen = next((own for own in self._streams if own >= size), self._streams[-1])
+        chosen = next((measured for measured in self._streams if measured >= size), self._streams[-1])
         return max(self.copy(chosen), self.read(chosen))
 
     def copy(self, size: int) -> float:
@@ -195,16 +195,16 @@ class Rates:
             start = time.perf_counter()
             run()
             times = max(1, int(_SHORTEST / max(time.perf_counter() - start, 1e-9)))
-        found: list[float] = []
+        seconds: list[float] = []
         begin = time.perf_counter()
-        while len(found) < _FEWEST or time.perf_counter() - begin < self._seconds:
+        while len(seconds) < _FEWEST or time.perf_counter() - begin < self._seconds:
             if before is not None:
                 before()
             start = time.perf_counter()
             for _ in range(times):
                 run()
-            found.append((time.perf_counter() - start) / times)
-        return min(found)
+            seconds.append((time.perf_counter() - start) / times)
+        return min(seconds)
 
 
 def _rounded(width: int) -> int:

@@ -57,12 +57,12 @@ def measure_varied(
             left_out.append({"setting": values, "variants": missing, "reason": reason})
         say(f"{number}/{len(varied)}  {setting}: {', '.join(fit) or 'does not fit into memory'}")
         if names[0] in fit:
-            found = measure(setting, fit)
+            measured = measure(setting, fit)
             if memory is not None:
                 gc.collect()  # the tables that were timed
                 taken = peaks(memory.runs, (setting, fit), (memory.small(setting), fit))
-                found = [{**row, "memory": taken[row["variant"]].beyond} for row in found]
-            rows += [{"setting": values, "base": setting == base, "varied": along, **row} for row in found]
+                measured = [{**row, "memory": taken[row["variant"]].beyond} for row in measured]
+            rows += [{"setting": values, "base": setting == base, "varied": along, **row} for row in measured]
     return rows, left_out
 
 

@@ -158,10 +158,10 @@ class Counted:
 
 
 def _by_width(pairs: Iterable[tuple[int, int]]) -> Counter[int]:
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for width, rows in pairs:
-        found[width] += rows
-    return found
+        counts[width] += rows
+    return counts
 
 
 def count(workload: Workload) -> Counted:
@@ -185,35 +185,35 @@ def count(workload: Workload) -> Counted:
     assert captured is not None
     readings = _readings(captured)
     with torch.no_grad():
-        known = RowNorms()
+        row_norms = RowNorms()
         with norms:
             for uses in captured.uses.values():
-                captured.squared_norms(uses, known)
+                captured.squared_norms(uses, row_norms)
         with sums:
             for name, uses in captured.uses.items():
                 if uses.whole:
                     uses.add_weighted_sum(torch.zeros_like(parameters[name]), torch.ones(units))
     built = FLOAT * sum(built.values.numel() for uses in captured.uses.values() for built in uses.builts)
-    found = Counted({}, readings, {name: p.numel() for name, p in parameters.items()})
-    found.stages.update(
-        forward=forward.work + found.lookups,
+    counted = Counted({}, readings, {name: p.numel() for name, p in parameters.items()})
+    counted.stages.update(
+        forward=forward.work + counted.lookups,
         backward=backward.work,
         collect=collect.work,
         norms=norms.work + Work(streamed=_kept_bytes(captured)),
-        sums=sums.work + found.row_sums + Work(streamed=built),
+        sums=sums.work + counted.row_sums + Work(streamed=built),
     )
-    return found
+    return counted
 
 
 def _readings(captured: Captured) -> dict[str, Reading]:
-    found = {}
+    readings = {}
     for name, uses in captured.uses.items():
         if uses.lookups:
             ids = torch.cat([lookup.ids for lookup in uses.lookups])
             rows = torch.unique(ids[ids >= 0]).numel()
             outputs = sum(lookup.grad.shape[0] for lookup in uses.lookups)
-            found[name] = Reading(rows, uses.lookups[0].grad.shape[1], ids.numel(), outputs)
-    return found
+            readings[name] = Reading(rows, uses.lookups[0].grad.shape[1], ids.numel(), outputs)
+    return readings
 
 
 def _kept_bytes(captured: Captured) -> int:

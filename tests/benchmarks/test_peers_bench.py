@@ -16,7 +16,7 @@ import torch
 from benchmarks.command import main, make_parser
 from benchmarks.speed.peers import bounds, options
 from benchmarks.speed.peers import measure as compare
-from benchmarks.speed.peers.measure import Found, Peer, bench_peers, run_worker, take
+from benchmarks.speed.peers.measure import Outcome, Peer, bench_peers, run_worker, take
 from benchmarks.speed.peers.page import page
 from benchmarks.speed.peers.problem import BATCHES, KINDS, Case, Problem, case
 
@@ -259,15 +259,17 @@ def test_a_worker_that_hangs_is_ended(tmp_path: Path) -> None:
 
 def test_what_is_known_of_a_peer() -> None:
     done = {"rows": 10, "seconds": [1.0], "extra": 5}
-    found = Found()
-    take(found, [], "out of memory", [10], "none")
-    assert found.absent == "none"  # it could not even start
-    found = Found(facts={"versions": {}})
-    take(found, [{"start": 10}, done, {"start": 20}, {"out_of_memory": 20}, {"done": True}], None, [10, 20, 30], "none")
-    assert found.seconds == {10: [1.0]} and found.extra == {10: 5}
-    assert found.reasons == {20: "none", 30: "not tried: at 20 rows none"}
-    take(found, [{"start": 10}], "failed", [10], "none")  # in a later round
-    assert found.seconds == {10: [1.0]} and 10 not in found.reasons
+    outcome = Outcome()
+    take(outcome, [], "out of memory", [10], "none")
+    assert outcome.absent == "none"  # it could not even start
+    outcome = Outcome(facts={"versions": {}})
+    take(
+        outcome, [{"start": 10}, done, {"start": 20}, {"out_of_memory": 20}, {"done": True}], None, [10, 20, 30], "none"
+    )
+    assert outcome.seconds == {10: [1.0]} and outcome.extra == {10: 5}
+    assert outcome.reasons == {20: "none", 30: "not tried: at 20 rows none"}
+    take(outcome, [{"start": 10}], "failed", [10], "none")  # in a later round
+    assert outcome.seconds == {10: [1.0]} and 10 not in outcome.reasons
 
 
 # ------------------------------------------------------------------ the command

@@ -158,14 +158,14 @@ def bench_bound(
             gc.collect()  # the last subject's tables
             subject = SUBJECTS[key](sizes)
             say(f"{subject.title}: {subject.setting}")
-            found = _measure(subject, repeats, rates)
-            title, names = subject.title, [row["variant"] for row in found]
+            measured = _measure(subject, repeats, rates)
+            title, names = subject.title, [row["variant"] for row in measured]
             del subject
             gc.collect()
             taken = peaks(memory_runs, (key, sizes, names), (key, _TINY, names)) if memory else {}
-            for row in found:
-                own = {"memory": taken[row["variant"]].beyond} if memory else {}
-                rows.append({"workload": key, "title": title, **row, **own})
+            for row in measured:
+                peak = {"memory": taken[row["variant"]].beyond} if memory else {}
+                rows.append({"workload": key, "title": title, **row, **peak})
     say("the machine")
     return {
         "benchmark": "bound",
@@ -204,7 +204,7 @@ def _measure(subject: Subject, repeats: int, rates: Rates) -> list[dict[str, Any
 
     timings = interleaved(steps, repeats, WARMUP, renew)
     stages = {name: bound_stages(works[name], watches[name].stages, timings[name], rates) for name in steps}
-    bounds = {name: sum(stage["bound"] for stage in own) for name, own in stages.items()}
+    bounds = {name: sum(stage["bound"] for stage in of_variant) for name, of_variant in stages.items()}
     return [
         {
             "setting": subject.setting,
@@ -248,14 +248,14 @@ def bound_stages(
     works: Mapping[str, Work], measured: Mapping[str, float], step: Timing, rates: Rates
 ) -> list[dict[str, Any]]:
     """For each stage what it has to do, the least seconds for that, and its best time; then what is left of the best step."""
-    found = []
+    stages = []
     for stage in STAGES:
         if stage not in works and stage not in measured:
             continue
         work = works.get(stage, Work())
         compute, move = rates.compute(work), rates.move(work)
         bound, best = max(compute, move), measured.get(stage)
-        found.append(
+        stages.append(
             {
                 "stage": stage,
                 "flops": work.flops,
@@ -272,4 +272,4 @@ def bound_stages(
     rest = max(0.0, step.best - sum(measured.values()))
     nothing = dict.fromkeys(("flops", "bytes", "normals", "exponentials"), 0)
     idle = dict.fromkeys(("compute", "move", "bound"), 0.0)
-    return [*found, {"stage": "the rest", **nothing, **idle, "best": rest, "over_bound": None}]
+    return [*stages, {"stage": "the rest", **nothing, **idle, "best": rest, "over_bound": None}]

@@ -100,9 +100,9 @@ def difference_lines(rows: Rows) -> tuple[list[str], list[list[str]]]:
     """Head and lines of a table, of the variants of one workload: their best stages less those of the plain step."""
     plain, *others = ({stage["stage"]: stage["best"] or 0.0 for stage in row["stages"]} for row in rows)
     lines = []
-    for stage, own in _COUNTERPARTS.items():
-        more = [1e3 * (sum(other.get(part, 0.0) for part in own) - plain.get(stage, 0.0)) for other in others]
-        label = stage if own == (stage,) else f"{' and '.join(own)}, less {stage}"
+    for stage, counterparts in _COUNTERPARTS.items():
+        more = [1e3 * (sum(other.get(part, 0.0) for part in counterparts) - plain.get(stage, 0.0)) for other in others]
+        label = stage if counterparts == (stage,) else f"{' and '.join(counterparts)}, less {stage}"
         lines.append([label, *(f"{value:.1f}" for value in more)])
     for stage in _OWN:
         if any(stage in other for other in others):

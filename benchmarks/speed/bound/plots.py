@@ -34,7 +34,10 @@ def bound_plot(rows: Sequence[Mapping[str, Any]]) -> Figure:
     places = [1.2 * (number // 2) + number for number in range(len(bars))]
     left = [0.0] * len(bars)
     for stage, color in STAGE_COLORS.items():
-        widths = [1e3 * sum(own[key] or 0.0 for own in row["stages"] if own["stage"] == stage) for row, key in bars]
+        widths = [
+            1e3 * sum(measured[key] or 0.0 for measured in row["stages"] if measured["stage"] == stage)
+            for row, key in bars
+        ]
         if any(widths):
             panel.barh(places, widths, 0.9, left, color=color, label=stage)
         left = [before + width for before, width in zip(left, widths)]

@@ -40,9 +40,9 @@ def speed_plot(rows: Rows) -> Figure | None:
     figure = Figure(figsize=(5.5, 4.0), layout="constrained")
     panel = figure.subplots()
     for name, title in VARIANTS.items():
-        own = sorted((row["setting"]["items"], row["steps_per_second"]) for row in rows if row["variant"] == name)
-        if own:
-            panel.plot(*zip(*own), marker="o", color=_COLORS[name], label=title)
+        points = sorted((row["setting"]["items"], row["steps_per_second"]) for row in rows if row["variant"] == name)
+        if points:
+            panel.plot(*zip(*points), marker="o", color=_COLORS[name], label=title)
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlabel("items")

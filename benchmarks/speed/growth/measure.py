@@ -102,14 +102,14 @@ def find_exponents(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     curves: dict[tuple[str, str, str], list[tuple[float, float]]] = {}
     for row in rows:
         curves.setdefault((row["model"], row["quantity"], row["variant"]), []).append((row["value"], row["best"]))
-    found = []
+    exponents = []
     for (model, quantity, variant), points in curves.items():
         x, y = [at for at, _ in points], [best for _, best in points]
         whole, top = fit_power(x, y), fit_top(x, y)
         if whole is not None:
             names = {"model": model, "quantity": quantity, "variant": variant}
-            found.append({**names, **asdict(whole), "top": None if top is None else asdict(top)})
-    return found
+            exponents.append({**names, **asdict(whole), "top": None if top is None else asdict(top)})
+    return exponents
 
 
 # ---------------------------------------------------------------------- the click model
@@ -203,14 +203,14 @@ def that_fit(settings: list[Click]) -> dict[Click, list[str]]:
     DP-SGD has a gradient of the tables' size; what others need beside the tables is a few times a batch's activations.
     """
     left = available_memory()
-    found: dict[Click, list[str]] = {}
+    variants: dict[Click, list[str]] = {}
     for setting in sorted(settings, key=lambda setting: setting.table_bytes):
         working = 64 * setting.batch * (setting.tables * setting.dim + LAYERS * HIDDEN)
         tables = setting.table_bytes
         names = [name for name in VARIANTS if tables + working + (tables if name in SLOW else 0) <= left]
         left -= 2 * tables if "dpsgd" in names else tables if names else 0
-        found[setting] = names
-    return {setting: found[setting] for setting in settings}
+        variants[setting] = names
+    return {setting: variants[setting] for setting in settings}
 
 
 def sequences_that_fit(settings: list[tied.Setting]) -> dict[tied.Setting, list[str]]:
@@ -284,8 +284,8 @@ def bench_growth(
             gc.collect()  # the last quantity's tables
             fit = kind.fitting(list(quantity.values(base)))
             say(f"{kind.title}, {quantity.title}: {', '.join(str(getattr(setting, name)) for setting in fit)}")
-            for setting, found in fit.items():
-                if missing := [variant for variant in kind.variants if variant not in found]:
+            for setting, fitting in fit.items():
+                if missing := [variant for variant in kind.variants if variant not in fitting]:
                     left_out.append({"model": model, "setting": asdict(setting), "variants": missing})
             measured = _measure(name, fit, kind.make, repeats, slow_repeats)
             if memory:

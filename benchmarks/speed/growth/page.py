@@ -91,11 +91,11 @@ def lines_along(
     title: str, rows: Iterable[Mapping[str, Any]], variants: Mapping[str, str], cell: Callable[[Mapping[str, Any]], str]
 ) -> tuple[list[str], list[list[str]]]:
     """Head and lines of a table: variants over the values of a quantity."""
-    found = {(row["variant"], row["value"]): row for row in rows}
-    values = sorted({value for _, value in found})
+    row_of = {(row["variant"], row["value"]): row for row in rows}
+    values = sorted({value for _, value in row_of})
     lines = []
     for name, label in variants.items():
-        cells = [found.get((name, value)) for value in values]
+        cells = [row_of.get((name, value)) for value in values]
         if any(cells):
             lines.append([label, *("-" if row is None else cell(row) for row in cells)])
     return [title, *(f"{value:,}" for value in values)], lines

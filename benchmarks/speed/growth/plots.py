@@ -48,13 +48,13 @@ def growth_plot(result: Mapping[str, Any], model: str, quantity: str) -> Figure 
     kind = MODELS[model]
     figure, panel = _panel(f"{kind.title}: {kind.quantities[quantity].title}", kind.quantities[quantity].title)
     for name, title in kind.variants.items():
-        own = sorted((row for row in rows if row["variant"] == name), key=lambda row: row["value"])
-        if own:
-            best = [1e3 * row["best"] for row in own]
-            above = [1e3 * row["median"] - low for row, low in zip(own, best)]
+        points = sorted((row for row in rows if row["variant"] == name), key=lambda row: row["value"])
+        if points:
+            best = [1e3 * row["best"] for row in points]
+            above = [1e3 * row["median"] - low for row, low in zip(points, best)]
             label = f"{title}, x^{fits[name]:.2f}" if name in fits else title
             panel.errorbar(
-                [row["value"] for row in own], best, ([0.0] * len(best), above), marker="o", capsize=2,
+                [row["value"] for row in points], best, ([0.0] * len(best), above), marker="o", capsize=2,
                 color=_COLORS[model][name], label=label,
             )  # fmt: skip
     panel.set_ylabel("a step, ms: best, and up to the median", fontsize=8)
@@ -67,9 +67,9 @@ def memory_plot(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
         return None
     figure, panel = _panel("Peak memory beyond the tables", "rows of a table")
     for name, title in VARIANTS.items():
-        own = sorted((row["value"], max(row["memory"], 1) / 1e6) for row in rows if row["variant"] == name)
-        if own:
-            panel.plot(*zip(*own), marker="o", color=_COLORS["click"][name], label=title)
+        points = sorted((row["value"], max(row["memory"], 1) / 1e6) for row in rows if row["variant"] == name)
+        if points:
+            panel.plot(*zip(*points), marker="o", color=_COLORS["click"][name], label=title)
     panel.set_ylabel("MB", fontsize=8)
     figure.legend(loc="outside lower center", ncols=5, fontsize=7)
     return figure

@@ -162,8 +162,8 @@ def waiting_steps(table_sizes: Sequence[int], touched: Sequence[int], rounds: in
     waited rows / touched steps. Without aggregation, that is the work of a step, and a few steps after a start would hide
     it. Tables that `rounds` steps go over anyway do not count: what their rows wait for is soon right by itself.
     """
-    large = [(rows, own) for rows, own in zip(table_sizes, touched) if rows > rounds * own]
-    return round(sum(rows for rows, _ in large) / sum(own for _, own in large)) if large and rounds else 0
+    large = [(rows, used) for rows, used in zip(table_sizes, touched) if rows > rounds * used]
+    return round(sum(rows for rows, _ in large) / sum(used for _, used in large)) if large and rounds else 0
 
 
 # ---------------------------------------------------------------------- measuring

@@ -52,8 +52,8 @@ def _bars(rows: Rows, key: str, names: Sequence[str], base: float | None) -> Fig
     for index, name in enumerate(names):
         mine = {row["setting"][key]: row for row in rows if row["variant"] == name}
         places = [at - 0.425 + (index + 0.5) * width for at, value in enumerate(values) if value in mine]
-        found = [mine[value] for value in values if value in mine]
-        heights = [row["ratio_to_sgd"]["best"] if base is None else row["best"] / base for row in found]
+        present = [mine[value] for value in values if value in mine]
+        heights = [row["ratio_to_sgd"]["best"] if base is None else row["best"] / base for row in present]
         bars = panel.bar(places, heights, width, color=_COLORS[name], label=VARIANTS[name])
         panel.bar_label(bars, fmt="{:.3g}", fontsize=6, rotation=90, padding=2)
     panel.set_xticks(range(len(values)), [str(value) if key == "skew" else f"{value:g}" for value in values])

@@ -96,16 +96,16 @@ def bench_memory(
     setting = Setting(gigabytes, batch)
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory(dir=folder, prefix="sparsedp-bench-") as own:
+    with tempfile.TemporaryDirectory(dir=folder, prefix="sparsedp-bench-") as scratch:
         for variant in (name for name in VARIANTS if name in variants):
             lacking = memory_lacking(setting.table_bytes, available_memory())
             if lacking is not None:
                 say(f"{variant}: left out, {lacking}")
                 left_out.append({"variant": variant, "reason": lacking})
                 continue
-            problem = disk_problem(Path(own), setting.table_bytes) if variant in WITH_FILES else None
+            problem = disk_problem(Path(scratch), setting.table_bytes) if variant in WITH_FILES else None
             say(f"{variant}: a table of {gigabytes:.3g} GB" + (f"; no files, {problem}" if problem else ""))
-            files = own if variant in WITH_FILES and problem is None else None
+            files = scratch if variant in WITH_FILES and problem is None else None
             rows += in_own_process("benchmarks.speed.memory.measure", replace(setting, folder=files), variant)
             if problem is not None:
                 rows += [{"variant": variant, "phase": phase, "skipped": problem} for phase in ON_DISK]
@@ -146,8 +146,8 @@ def disk_problem(folder: Path, table: int) -> str | None:
 
 def file_system(folder: Path, mounts: str) -> str:
     """What kind of file system a folder is on, out of /proc/mounts."""
-    found = [line.split()[1:3] for line in mounts.splitlines()]
-    places = {place.replace("\\040", " "): kind for place, kind in found}
+    mounted = [line.split()[1:3] for line in mounts.splitlines()]
+    places = {place.replace("\\040", " "): kind for place, kind in mounted}
     return next(places[str(path)] for path in (folder.resolve(), *folder.resolve().parents) if str(path) in places)
 
 

@@ -13,8 +13,8 @@ def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     """`result` is what `python -m benchmarks memory` measured."""
     rows = result["rows"]
     names = [name for name in VARIANTS if any(row["variant"] == name for row in rows)]
-    found = {(row["variant"], row["phase"]): row for row in rows if "skipped" not in row}
-    phases = [phase for phase in PHASES if any((name, phase) in found for name in names)]
+    row_of = {(row["variant"], row["phase"]): row for row in rows if "skipped" not in row}
+    phases = [phase for phase in PHASES if any((name, phase) in row_of for name in names)]
     memory = result["machine"]["memory_bytes"]
     parts = [
         "# Memory: a table and nothing of its size beside it",
@@ -23,12 +23,12 @@ def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         "memory beyond the table in each phase, as a share of the table.",
         markdown_table(
             ("phase", *(VARIANTS[name] for name in names)),
-            [[PHASES[phase], *(_share(found.get((name, phase))) for name in names)] for phase in phases],
+            [[PHASES[phase], *(_share(row_of.get((name, phase))) for name in names)] for phase in phases],
         ),
         "Seconds of each phase, and the speed of reading and writing.",
         markdown_table(
             ("phase", *(VARIANTS[name] for name in names)),
-            [[PHASES[phase], *(_time(found.get((name, phase))) for name in names)] for phase in phases],
+            [[PHASES[phase], *(_time(row_of.get((name, phase))) for name in names)] for phase in phases],
         ),
         "Anonymous memory is what a process allocates; pages of mapped files are not counted, the system takes them back when it "
         "needs them. A phase runs once, in a process of its own for each variant. Writing ends when the disk has the file. "

@@ -26,18 +26,18 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def peak_plot(result: Mapping[str, Any]) -> Figure | None:
-    found = {(row["variant"], row["phase"]): row["peak_share"] for row in result["rows"] if "skipped" not in row}
-    names = [name for name in VARIANTS if any(variant == name for variant, _ in found)]
-    phases = [phase for phase in PHASES if any(own == phase for _, own in found)]
-    if not found:
+    share_of = {(row["variant"], row["phase"]): row["peak_share"] for row in result["rows"] if "skipped" not in row}
+    names = [name for name in VARIANTS if any(variant == name for variant, _ in share_of)]
+    phases = [phase for phase in PHASES if any(measured == phase for _, measured in share_of)]
+    if not share_of:
         return None
     figure = Figure(figsize=(2.0 + 0.9 * len(phases), 4.0), layout="constrained")
     panel = figure.subplots()
     width = 0.8 / len(names)
     for number, name in enumerate(names):
-        own = [(at, found[name, phase]) for at, phase in enumerate(phases) if (name, phase) in found]
-        places = [at + (number - (len(names) - 1) / 2) * width for at, _ in own]
-        panel.bar(places, [100 * share for _, share in own], width, color=_COLORS[name], label=VARIANTS[name])
+        bars = [(at, share_of[name, phase]) for at, phase in enumerate(phases) if (name, phase) in share_of]
+        places = [at + (number - (len(names) - 1) / 2) * width for at, _ in bars]
+        panel.bar(places, [100 * share for _, share in bars], width, color=_COLORS[name], label=VARIANTS[name])
     panel.axhline(100, color="k", linewidth=0.8, linestyle="--")
     panel.text(0, 97, "a second copy of the table", fontsize=7, va="top")
     panel.set_xticks(range(len(phases)), [PHASES[phase].replace(" ", "\n") for phase in phases], fontsize=7)

@@ -20,15 +20,15 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     panel = figure.subplots()
     for threads in sorted({row["threads"] for row in result["rows"]}):
         for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
-            own = sorted(
+            points = sorted(
                 (row["size"], row["nanoseconds_each"])
                 for row in result["rows"]
                 if (row["threads"], row["variant"]) == (threads, variant)
             )
-            if own:
+            if points:
                 style = "--" if variant == "torch" else "-"
                 label = f"{variant}, {threads} thread{'s' if threads > 1 else ''}"
-                panel.plot(*zip(*own), style, marker="o", label=label)
+                panel.plot(*zip(*points), style, marker="o", label=label)
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlabel("numbers")

@@ -36,7 +36,7 @@ def page(results: Results) -> str:
     ]
     for paper in PAPERS:
         part, setting = _SETTINGS[paper]
-        lines = [_line(found, results) for found in COMPARISONS if found.published.paper == paper]
+        lines = [_line(comparison, results) for comparison in COMPARISONS if comparison.published.paper == paper]
         pieces += [
             f"## {paper}",
             f"The paper: {setting} Ours: {_setting(part, results.get(part))}.",
@@ -45,9 +45,14 @@ def page(results: Results) -> str:
     return "\n\n".join(pieces)
 
 
-def _line(found: Comparison, results: Results) -> list[str]:
-    number = found.published
-    return [f"{number.what} ({number.figure})", published(number), ours(found.ours(results), number), found.differs]
+def _line(comparison: Comparison, results: Results) -> list[str]:
+    number = comparison.published
+    return [
+        f"{number.what} ({number.figure})",
+        published(number),
+        ours(comparison.ours(results), number),
+        comparison.differs,
+    ]
 
 
 def published(number: Published) -> str:

@@ -78,8 +78,8 @@ def rows_along(results: Results, part: str, variant: str, quantity: str | None) 
     if quantity is None:
         base = [row for row in rows if row["base"]]
         return {None: base[0]} if base else {}
-    found = {row["setting"][quantity]: row for row in rows if quantity in row["varied"]}
-    return found if quantity == "skew" else dict(sorted(found.items()))
+    row_at = {row["setting"][quantity]: row for row in rows if quantity in row["varied"]}
+    return row_at if quantity == "skew" else dict(sorted(row_at.items()))
 
 
 def ratios(results: Results, part: str, upper: str, lower: str, quantity: str | None) -> Along:
@@ -96,34 +96,34 @@ def stage_shares(results: Results, variant: str, stages: Sequence[str], quantity
     }
 
 
-def span(found: Along) -> Value | None:
-    return (min(found.values()), max(found.values())) if len(found) > 1 else first(found)
+def span(values: Along) -> Value | None:
+    return (min(values.values()), max(values.values())) if len(values) > 1 else first(values)
 
 
-def first(found: Along) -> float | None:
-    return next(iter(found.values()), None)
+def first(values: Along) -> float | None:
+    return next(iter(values.values()), None)
 
 
-def last(found: Along) -> float | None:
-    return next(reversed(found.values()), None)
+def last(values: Along) -> float | None:
+    return next(reversed(values.values()), None)
 
 
-def last_excess(found: Along) -> float | None:
+def last_excess(values: Along) -> float | None:
     """What the last ratio has above 1, in per cent."""
-    return 100 * (next(reversed(found.values())) - 1) if found else None
+    return 100 * (next(reversed(values.values())) - 1) if values else None
 
 
 def at(value: Any) -> Callable[[Along], float | None]:
-    return lambda found: found.get(value)
+    return lambda values: values.get(value)
 
 
-def mean(found: Along) -> float | None:
-    return sum(found.values()) / len(found) if found else None
+def mean(values: Along) -> float | None:
+    return sum(values.values()) / len(values) if values else None
 
 
-def skewed(found: Along) -> Along:
+def skewed(values: Along) -> Along:
     """The LazyDP paper's three data sets; uniform lookups are its default."""
-    return {skew: value for skew, value in found.items() if skew != "uniform"}
+    return {skew: value for skew, value in values.items() if skew != "uniform"}
 
 
 def _ratio(part: str, upper: str, lower: str, quantity: str | None, pick: Callable[[Along], Value | None]) -> Ours:
@@ -193,7 +193,7 @@ def _not_measured(results: Results) -> None:
 
 def _adafest() -> list[Comparison]:
     table = "Table 4, appendix D.2.1"
-    found = [
+    comparisons = [
         Comparison(
             Published("DP-AdaFEST", table, f"{dense:g} s and {sparse:g} s", f"DP-SGD / AdaFEST, {rows:,} rows", factor),
             _rows_over(("dpsgd", rows), ("adafest", rows)),
@@ -204,14 +204,14 @@ def _adafest() -> list[Comparison]:
     (few, *small, _), (many, *large, _) = ADAFEST_TABLE_4[0], ADAFEST_TABLE_4[-1]
     for variant, title, low, high in zip(("dpsgd", "adafest"), ("DP-SGD", "AdaFEST"), small, large):
         what = f"{title}, {many:,} rows / {few:,}"
-        found.append(
+        comparisons.append(
             Comparison(
                 Published("DP-AdaFEST", table, f"{low:g} s and {high:g} s", what, high / low),
                 _rows_over((variant, int(many)), (variant, int(few))),
                 "what does not depend on the rows is another part of the step",
             )
         )
-    return found
+    return comparisons
 
 
 # ---------------------------------------------------------------------- LazyDP
@@ -313,11 +313,11 @@ _LAZYDP = (
     ),
     _lazydp(
         "Figure 13d, section 7.3", "an average 129.03x speedup", "DP-SGD(F) / LazyDP, skewed lookups, mean", 129.03,
-        _ratio("lazydp", "dpsgd_f", "lazydp", "skew", lambda found: mean(skewed(found))), _SMALLER,
+        _ratio("lazydp", "dpsgd_f", "lazydp", "skew", lambda values: mean(skewed(values))), _SMALLER,
     ),
     _lazydp(
         "Figure 13d, section 7.3", "always below 14 %", "LazyDP's bookkeeping, of its step, skewed lookups", 14,
-        _share("lazydp", _OWN, "skew", lambda found: span(skewed(found))), _BOOKKEEPING, "below", " %",
+        _share("lazydp", _OWN, "skew", lambda values: span(skewed(values))), _BOOKKEEPING, "below", " %",
     ),
     _lazydp(
         "Figure 14, section 7.4", "27 % to 37 % overhead over EANA", "LazyDP / EANA, over batch sizes", (1.27, 1.37),
@@ -335,32 +335,32 @@ _TITLES = {"sgd": "SGD", "dpsgd": "DP-SGD", "eana": "EANA"}
 def _eana() -> list[Comparison]:
     """Ratios of times: the speed of the lower variant over that of the upper."""
     movies, few, many = EANA_TABLE_3
-    own = "one machine; negatives are each unit's own"
+    unit_negatives = "one machine; negatives are each unit's own"
     industry = "one machine; a bag of one feature, not a transformer over three"
-    found = []
+    comparisons = []
     for speeds in EANA_TABLE_3:
         for upper, lower in (("eana", "sgd"), ("dpsgd", "eana"), ("dpsgd", "sgd")):
             fast, slow = getattr(speeds, lower), getattr(speeds, upper)
             what = f"{_TITLES[upper]} / {_TITLES[lower]}, {speeds.items:,} items"
             stated = f"{speeds.data}: {fast:g} and {slow:g} steps/s"
-            found.append(
+            comparisons.append(
                 Comparison(
                     Published("EANA", "Table 3", stated, what, fast / slow),
                     _ratio("dual", upper, lower, "items", at(speeds.items)),
-                    own if speeds is movies else industry,
+                    unit_negatives if speeds is movies else industry,
                 )
             )
     for variant, title in _TITLES.items():
         fast, slow = getattr(few, variant), getattr(many, variant)
         what = f"{title}, {many.items:,} items / {few.items:,}"
-        found.append(
+        comparisons.append(
             Comparison(
                 Published("EANA", "Table 3", f"{fast:g} and {slow:g} steps/s", what, fast / slow),
                 _growth("dual", variant, "items", (few.items, many.items)),
                 industry,
             )
         )
-    return found
+    return comparisons
 
 
 # ---------------------------------------------------------------------- DPFormer
@@ -368,7 +368,7 @@ def _eana() -> list[Comparison]:
 
 def _dpformer() -> list[Comparison]:
     """For the logits written out, as in the paper, and for those that are never kept; each against its own loss."""
-    found = []
+    comparisons = []
     for variant, plain, loss in (
         ("logits", "plain", "full logits"),
         ("softmax", "plain_chunked", "`table_softmax_loss`"),
@@ -393,8 +393,8 @@ def _dpformer() -> list[Comparison]:
         )  # fmt: skip
         for stated, what, value, ours, differs in lines:
             published = Published("DPFormer", "Figure 3, section 4.2", stated, f"{what}, {loss}", value)
-            found.append(Comparison(published, ours, differs))
-    return found
+            comparisons.append(Comparison(published, ours, differs))
+    return comparisons
 
 
 COMPARISONS: tuple[Comparison, ...] = (*_adafest(), *_LAZYDP, *_eana(), *_dpformer())

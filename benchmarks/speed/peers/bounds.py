@@ -27,13 +27,13 @@ def clipped_gradients(given: Case) -> list[np.ndarray]:
     """Each unit's clipped gradient of all parameters, in the order of their names, as one vector."""
     module, loss = case_module(given).double(), case_loss(given)
     parameters = dict(sorted(module.named_parameters()))
-    found = []
+    clipped = []
     for unit in range(len(given.ids)):
         ids, target = torch.from_numpy(given.ids[unit : unit + 1]), torch.from_numpy(given.target[unit : unit + 1])
         value = loss(module(ids), target.double() if target.is_floating_point() else target)
-        whole = np.concatenate([g.flatten().numpy() for g in torch.autograd.grad(value, list(parameters.values()))])
-        found.append(whole * min(1.0, given.clip / float(np.linalg.norm(whole))))
-    return found
+        gradient = np.concatenate([g.flatten().numpy() for g in torch.autograd.grad(value, list(parameters.values()))])
+        clipped.append(gradient * min(1.0, given.clip / float(np.linalg.norm(gradient))))
+    return clipped
 
 
 def judge(event: Mapping[str, Any]) -> dict[str, Any]:

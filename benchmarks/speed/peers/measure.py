@@ -54,8 +54,8 @@ PEERS = {
 
 
 @dataclass
-class Found:
-    """What is known of one peer."""
+class Outcome:
+    """What was measured of one peer, and why there is nothing where nothing was."""
 
     absent: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
@@ -84,12 +84,12 @@ def bench_peers(
     and a process `gigabytes`, by default most of what the machine has left. `settings` are fields of `Problem`.
     """
     settings = dict(settings or {})
-    known = {name: Found() for name in PEERS if name == "plain" or name in peers}
+    outcomes = {name: Outcome() for name in PEERS if name == "plain" or name in peers}
     memory = int(gigabytes * 1e9) if gigabytes else int(_SHARE * available_memory())
     for number in range(rounds):
-        for name, found in known.items():
-            wanted = _sizes_left(found, sorted(sizes), number)
-            if found.absent is not None or (number and not wanted):
+        for name, outcome in outcomes.items():
+            wanted = _sizes_left(outcome, sorted(sizes), number)
+            if outcome.absent is not None or (number and not wanted):
                 continue
             say(f"round {number + 1}/{rounds}  {PEERS[name].title}")
             job = {
@@ -98,10 +98,10 @@ def bench_peers(
             }  # fmt: skip
             command = _command(PEERS[name], tensorflow_python)
             if command is None:
-                found.absent = "no interpreter for it was given (--tensorflow-python)"
+                outcome.absent = "no interpreter for it was given (--tensorflow-python)"
                 continue
             events, end = run_worker([*command, json.dumps(job)], limit, threads)
-            take(found, events, end, wanted, f"out of memory (of {memory / 1e9:.1f} GB)")
+            take(outcome, events, end, wanted, f"out of memory (of {memory / 1e9:.1f} GB)")
     problem = Problem(rows=1, **settings)
     return {
         "benchmark": "peers",
@@ -110,23 +110,23 @@ def bench_peers(
         "limit_seconds": limit,
         "limit_bytes": memory,
         "machine": {**machine(), "threads": threads},
-        "rows": _rows(known, sorted(sizes), problem),
+        "rows": _rows(outcomes, sorted(sizes), problem),
         "left_out": [
-            {"rows": size, "variant": name, "reason": found.reasons[size]}
-            for size in sorted(sizes) for name, found in known.items() if size in found.reasons
+            {"rows": size, "variant": name, "reason": outcome.reasons[size]}
+            for size in sorted(sizes) for name, outcome in outcomes.items() if size in outcome.reasons
         ],
         "peers": [
-            {"variant": name, "title": PEERS[name].title, **({"absent": found.absent} if found.absent else found.facts)}
-            for name, found in known.items()
+            {"variant": name, "title": PEERS[name].title, **({"absent": outcome.absent} if outcome.absent else outcome.facts)}
+            for name, outcome in outcomes.items()
         ],
     }  # fmt: skip
 
 
-def _sizes_left(found: Found, sizes: Sequence[int], number: int) -> list[int]:
+def _sizes_left(outcome: Outcome, sizes: Sequence[int], number: int) -> list[int]:
     """What to measure in this round: nothing that failed, and what is slow once."""
     if number == 0:
         return list(sizes)
-    return [size for size in sizes if size not in found.reasons and min(found.seconds.get(size, [SLOW])) < SLOW]
+    return [size for size in sizes if size not in outcome.reasons and min(outcome.seconds.get(size, [SLOW])) < SLOW]
 
 
 def _command(peer: Peer, tensorflow_python: str | None) -> list[str] | None:
@@ -134,52 +134,56 @@ def _command(peer: Peer, tensorflow_python: str | None) -> list[str] | None:
     return [interpreter, str(_FOLDER / peer.script)] if interpreter else None
 
 
-def take(found: Found, events: list[dict[str, Any]], end: str | None, wanted: Sequence[int], no_memory: str) -> None:
+def take(
+    outcome: Outcome, events: list[dict[str, Any]], end: str | None, wanted: Sequence[int], no_memory: str
+) -> None:
     """Adds what a worker's events say to what is known. `end` is why it ended early, None if it did not."""
     current = None  # the size that it is at
     reason = no_memory if end == "out of memory" else end
     for event in events:
         if "absent" in event:
-            found.absent = event["absent"]
+            outcome.absent = event["absent"]
             return
         if "start" in event:
             current = event["start"]
         elif "case" in event:
-            found.facts.setdefault("bounds", {})[event["case"]] = judge(event)
+            outcome.facts.setdefault("bounds", {})[event["case"]] = judge(event)
         elif "versions" in event or "epsilon" in event:
-            found.facts |= event
+            outcome.facts |= event
         elif "seconds" in event:
-            found.seconds.setdefault(event["rows"], []).extend(event["seconds"])
-            found.extra[event["rows"]] = max(event["extra"], found.extra.get(event["rows"], 0))
+            outcome.seconds.setdefault(event["rows"], []).extend(event["seconds"])
+            outcome.extra[event["rows"]] = max(event["extra"], outcome.extra.get(event["rows"], 0))
             current = None
         elif "out_of_memory" in event:
             reason = no_memory
     if reason is None:
         return
-    if "versions" not in found.facts:
-        found.absent = reason  # it did not get as far as its first answer
+    if "versions" not in outcome.facts:
+        outcome.absent = reason  # it did not get as far as its first answer
         return
-    failed = current or min(set(wanted) - found.seconds.keys(), default=None)
-    if failed is None or failed in found.seconds:
+    failed = current or min(set(wanted) - outcome.seconds.keys(), default=None)
+    if failed is None or failed in outcome.seconds:
         return  # an earlier round has it
-    found.reasons[failed] = reason
+    outcome.reasons[failed] = reason
     for size in wanted:
         if size > failed:
-            found.reasons[size] = f"not tried: at {failed:,} rows {reason}"
+            outcome.reasons[size] = f"not tried: at {failed:,} rows {reason}"
 
 
-def _rows(known: Mapping[str, Found], sizes: Sequence[int], problem: Problem) -> list[dict[str, Any]]:
+def _rows(outcomes: Mapping[str, Outcome], sizes: Sequence[int], problem: Problem) -> list[dict[str, Any]]:
     rows = []
     for size in sizes:
-        timings = {name: Timing.of(found.seconds[size]) for name, found in known.items() if size in found.seconds}
+        timings = {
+            name: Timing.of(outcome.seconds[size]) for name, outcome in outcomes.items() if size in outcome.seconds
+        }
         for name, timing in timings.items():
             row: dict[str, Any] = {"rows": size, "variant": name, **timing.to_dict()}
-            row["repeats"] = len(known[name].seconds[size])
+            row["repeats"] = len(outcomes[name].seconds[size])
             row["examples_per_second"] = problem.batch / timing.best
             for other in ("plain", "adafest"):
                 if other in timings:
                     row[f"ratio_to_{other}"] = ratio(timing, timings[other])
-            extra = known[name].extra[size]
+            extra = outcomes[name].extra[size]
             row["extra_memory"] = {"bytes": extra, "share_of_table": extra / (4 * size * problem.dim)}
             rows.append(row)
     return rows

@@ -84,7 +84,7 @@ def show(console: Console, result: dict[str, Any]) -> None:
             ratios = [row.get(f"ratio_to_{other}") for other in ("plain", "adafest")]
             table.add_row(
                 titles[row["variant"]], milliseconds(row), f"{row['examples_per_second']:,.0f}",
-                *("-" if found is None else f"{found['best']:.2f}" for found in ratios),
+                *("-" if ratio is None else f"{ratio['best']:.2f}" for ratio in ratios),
                 f"{row['extra_memory']['bytes'] / 1e6:.0f}",
             )  # fmt: skip
         for gone in (gone for gone in result["left_out"] if gone["rows"] == size):
@@ -99,6 +99,6 @@ def show(console: Console, result: dict[str, Any]) -> None:
     for peer in result["peers"]:
         if "absent" in peer:
             console.print(f"{peer['title']}: absent: {peer['absent']}", markup=False)
-        for kind, found in peer.get("bounds", {}).items():
-            if found["outcome"] == "refused":
-                console.print(f"{peer['title']}, {TITLES[kind]}: refused: {found['reason']}", markup=False)
+        for kind, bound in peer.get("bounds", {}).items():
+            if bound["outcome"] == "refused":
+                console.print(f"{peer['title']}, {TITLES[kind]}: refused: {bound['reason']}", markup=False)

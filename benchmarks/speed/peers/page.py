@@ -46,10 +46,10 @@ def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     ]
     remarks = [f"- {peer['title']}: absent: {peer['absent']}" for peer in result["peers"] if "absent" in peer]
     remarks += [
-        f"- {peer['title']}, {TITLES[kind]}: refused: {found['reason']}"
+        f"- {peer['title']}, {TITLES[kind]}: refused: {bound['reason']}"
         for peer in here
-        for kind, found in peer.get("bounds", {}).items()
-        if found["outcome"] == "refused"
+        for kind, bound in peer.get("bounds", {}).items()
+        if bound["outcome"] == "refused"
     ]
     if remarks:
         parts.append("\n".join(remarks))
@@ -77,10 +77,10 @@ def epsilon(peer: Mapping[str, Any]) -> str:
     return "infinite" if peer["epsilon"] is None else f"{peer['epsilon']:.3f} ({peer['accountant']})"
 
 
-def verdict(found: Mapping[str, Any] | None) -> str:
-    if found is None:
+def verdict(bound: Mapping[str, Any] | None) -> str:
+    if bound is None:
         return "-"
-    return f"exceeds {found['part']:.2f}x" if found["outcome"] == "exceeds" else str(found["outcome"])
+    return f"exceeds {bound['part']:.2f}x" if bound["outcome"] == "exceeds" else str(bound["outcome"])
 
 
 def _lines(result: Mapping[str, Any], size: int, titles: Mapping[str, str]) -> list[list[str]]:
@@ -97,8 +97,8 @@ def _lines(result: Mapping[str, Any], size: int, titles: Mapping[str, str]) -> l
         for row in result["rows"]
         if row["rows"] == size
     ]
-    gone = [found for found in result["left_out"] if found["rows"] == size]
-    return lines + [[f"{size:,}", titles[found["variant"]], found["reason"], *["-"] * 4] for found in gone]
+    gone = [skipped for skipped in result["left_out"] if skipped["rows"] == size]
+    return lines + [[f"{size:,}", titles[skipped["variant"]], skipped["reason"], *["-"] * 4] for skipped in gone]
 
 
 def _memory(bytes: int, share_of_table: float) -> str:

@@ -50,10 +50,10 @@ def rows_plot(result: Mapping[str, Any]) -> Figure | None:
     figure = Figure(figsize=(6.5, 4.8), layout="constrained")
     panel = figure.subplots()
     for name, peer in PEERS.items():
-        own = [(row["rows"], 1e3 * row["best"]) for row in result["rows"] if row["variant"] == name]
-        if own:
+        points = [(row["rows"], 1e3 * row["best"]) for row in result["rows"] if row["variant"] == name]
+        if points:
             style = "-" if peer.title.startswith("SparseDP") else "--"
-            panel.plot(*zip(*own), style, marker="o", markersize=4, color=_COLORS[name], label=peer.title)
+            panel.plot(*zip(*points), style, marker="o", markersize=4, color=_COLORS[name], label=peer.title)
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlabel("rows of the table")

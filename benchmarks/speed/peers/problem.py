@@ -74,9 +74,9 @@ class Problem:
         # The inverse of a continuous law's distribution function: a table of 10^7 probabilities would take long.
         rank = ((self.rows + 1) ** power - 1) * generator.random(shape) + 1
         rank = np.minimum((rank ** (1 / power)).astype(np.int64), self.rows) - 1
-        found = rank * (_MULTIPLIER % self.rows) % self.rows if self.rows > 1 else rank
+        ids = rank * (_MULTIPLIER % self.rows) % self.rows if self.rows > 1 else rank
         targets = generator.integers(2, size=shape[:2]).astype(np.float32)
-        return list(zip(found, targets))
+        return list(zip(ids, targets))
 
     def threshold(self) -> float:
         """For mechanisms that select rows by noisy counts: about as many untouched rows are selected as are touched."""

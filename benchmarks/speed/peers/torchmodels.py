@@ -57,14 +57,14 @@ class CaseNet(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         if self.kind == "bag":
             return self.out(self.emb(ids.flatten(), torch.arange(0, ids.numel(), ids.shape[1])))
-        found = self.emb(ids)
+        embedded = self.emb(ids)
         if self.kind == "module tie":
-            return self.out(found.sum(1))
+            return self.out(embedded.sum(1))
         if self.kind == "functional tie":
-            return F.linear(found.sum(1), self.emb.weight)
+            return F.linear(embedded.sum(1), self.emb.weight)
         if self.kind == "positions":
-            found = found + self.pos(torch.arange(ids.shape[1])[None])
-        return self.out(found.flatten(1))
+            embedded = embedded + self.pos(torch.arange(ids.shape[1])[None])
+        return self.out(embedded.flatten(1))
 
 
 def case_module(case: Any) -> nn.Module:

@@ -144,8 +144,8 @@ def _clipped(clipped_sum: Callable[[str, Case], Mapping[str, np.ndarray]], varia
     try:
         sums = []
         for kept in (units, *without):
-            found = clipped_sum(variant, replace(whole, ids=whole.ids[kept], target=whole.target[kept]))
-            sums.append({name: np.asarray(value, np.float64).tolist() for name, value in found.items()})
+            clipped = clipped_sum(variant, replace(whole, ids=whole.ids[kept], target=whole.target[kept]))
+            sums.append({name: np.asarray(value, np.float64).tolist() for name, value in clipped.items()})
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {_first_line(error)}"}
     return {"all": sums[0], "without": sums[1:]}

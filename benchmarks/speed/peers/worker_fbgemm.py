@@ -43,8 +43,8 @@ def make_step(variant: str, problem: Problem) -> Callable[[int], None]:
     def step(number: int) -> None:
         ids, target = batches[number % len(batches)]
         optimizer.zero_grad()
-        found = table(ids.flatten(), offsets)
-        loss(layers(found.view(len(ids), -1)), target).backward()
+        embedded = table(ids.flatten(), offsets)
+        loss(layers(embedded.view(len(ids), -1)), target).backward()
         optimizer.step()
 
     return step

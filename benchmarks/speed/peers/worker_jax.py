@@ -78,15 +78,15 @@ def epsilon(variant: str, problem: Problem) -> tuple[float, str]:
 
 def case_loss(case: Case) -> Callable[..., Any]:
     def loss(weights: Weights, ids: Any, target: Any) -> Any:
-        found = weights["emb.weight"][ids]
+        embedded = weights["emb.weight"][ids]
         if case.kind.endswith("tie"):
-            logits = weights["emb.weight"] @ found.sum(0)
+            logits = weights["emb.weight"] @ embedded.sum(0)
         elif case.kind == "bag":
-            logits = _linear(weights, "out", found.sum(0))
+            logits = _linear(weights, "out", embedded.sum(0))
         elif case.kind == "positions":
-            logits = _linear(weights, "out", (found + weights["pos.weight"]).reshape(-1))
+            logits = _linear(weights, "out", (embedded + weights["pos.weight"]).reshape(-1))
         else:
-            logits = _linear(weights, "out", found.reshape(-1))
+            logits = _linear(weights, "out", embedded.reshape(-1))
         return jax.nn.logsumexp(logits) - logits[target]
 
     return model_loss if case.kind == "model" else loss

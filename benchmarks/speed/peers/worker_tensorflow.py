@@ -106,9 +106,9 @@ def epsilon(variant: str, problem: Problem) -> tuple[float, str]:
         delta=problem.delta,
         used_microbatching=False,
     )
-    found = re.search(r"Epsilon assuming Poisson sampling \(\*\):\s+([0-9.]+|inf)", statement)
-    assert found is not None, statement
-    return float(found[1]), "rdp"
+    match = re.search(r"Epsilon assuming Poisson sampling \(\*\):\s+([0-9.]+|inf)", statement)
+    assert match is not None, statement
+    return float(match[1]), "rdp"
 
 
 class TiedOutput(tf.keras.layers.Layer):
@@ -163,9 +163,11 @@ def clipped_sum(variant: str, case: Case) -> dict[str, np.ndarray]:
 
 def _weights(model: Any) -> dict[str, np.ndarray]:
     """By PyTorch's names; a table that two layers own counts as the first one's."""
-    found = {variable.ref(): (layer.name, variable) for layer in reversed(model.layers) for variable in layer.weights}
+    variables = {
+        variable.ref(): (layer.name, variable) for layer in reversed(model.layers) for variable in layer.weights
+    }
     weights = {}
-    for layer, variable in found.values():
+    for layer, variable in variables.values():
         value = variable.numpy()
         weights[f"{layer}.bias" if "bias" in variable.name else f"{layer}.weight"] = (
             value.T if "kernel" in variable.name else value

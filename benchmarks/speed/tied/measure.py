@@ -267,16 +267,18 @@ def largest_batches(setting: Setting, names: Sequence[str], gigabytes: float) ->
 
     The baselines work on the whole batch at once, as they do on an accelerator, and on smaller batches here.
     """
-    found = []
-    for own, sizes in (
+    largest = []
+    for group, sizes in (
         ([n for n in names if n not in SLOW], [16, 32, 64]),
         ([n for n in names if n in SLOW], [2, 4, 6]),
     ):
-        taken = [peaks(memory_runs, (replace(setting, batch=size), own, 1 << 62), (TINY, own)) for size in sizes if own]
-        for name in own:
+        taken = [
+            peaks(memory_runs, (replace(setting, batch=size), group, 1 << 62), (TINY, group)) for size in sizes if group
+        ]
+        for name in group:
             totals = [peak[name].total for peak in taken]
             each, fixed = fit_line(sizes, totals)
-            found.append(
+            largest.append(
                 {
                     "variant": name,
                     "batches": sizes,
@@ -286,7 +288,7 @@ def largest_batches(setting: Setting, names: Sequence[str], gigabytes: float) ->
                     "largest_batch": int((gigabytes * 1e9 - fixed) // each) if each > 0 else None,
                 }
             )
-    return found
+    return largest
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:

@@ -22,9 +22,9 @@ def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     largest_batches = {row["variant"]: row for row in result["largest"]}
     lines = []
     for row in base:
-        own = largest_batches.get(row["variant"])
-        each = "-" if own is None else f"{own['bytes_each'] / 1e6:.1f}"
-        largest = "-" if own is None or own["largest_batch"] is None else f"{own['largest_batch']:,}"
+        fitted = largest_batches.get(row["variant"])
+        each = "-" if fitted is None else f"{fitted['bytes_each'] / 1e6:.1f}"
+        largest = "-" if fitted is None or fitted["largest_batch"] is None else f"{fitted['largest_batch']:,}"
         lines.append(
             [
                 VARIANTS[row["variant"]],

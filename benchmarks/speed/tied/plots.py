@@ -44,9 +44,9 @@ def ratio_plot(rows: Rows, key: str) -> Figure | None:
     figure = Figure(figsize=(5.5, 4.0), layout="constrained")
     panel = figure.subplots()
     for name in VARIANTS:
-        own = sorted((row["setting"][key], row["ratio_to_plain"]["best"]) for row in mine if row["variant"] == name)
-        if own and name != "plain":
-            panel.plot(*zip(*own), marker="o", color=_COLORS[name], label=VARIANTS[name])
+        points = sorted((row["setting"][key], row["ratio_to_plain"]["best"]) for row in mine if row["variant"] == name)
+        if points and name != "plain":
+            panel.plot(*zip(*points), marker="o", color=_COLORS[name], label=VARIANTS[name])
     panel.axhline(1, color="k", linewidth=0.8)
     panel.set_yscale("log")
     if key != "filled":

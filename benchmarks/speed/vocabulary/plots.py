@@ -14,8 +14,8 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     figure = Figure(figsize=(5.5, 4.0), layout="constrained")
     panel = figure.subplots()
     for variant in dict.fromkeys(row["variant"] for row in result["rows"]):
-        own = sorted((row["rows"], 1e3 * row["best"]) for row in result["rows"] if row["variant"] == variant)
-        panel.plot(*zip(*own), marker="o", label=variant)
+        points = sorted((row["rows"], 1e3 * row["best"]) for row in result["rows"] if row["variant"] == variant)
+        panel.plot(*zip(*points), marker="o", label=variant)
     panel.set_xscale("log")
     panel.set_yscale("log")
     panel.set_xlabel("rows of the table")
