@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from typing import Any
 
 
-def suggestion(given: Any, known: Iterable[str]) -> str:
+def suggestion(given: Any, allowed: Iterable[str]) -> str:
     """ ". Did you mean 'x'?", or nothing."""
-    names = {name.lower(): name for name in known}
+    names = {name.lower(): name for name in allowed}
     close = difflib.get_close_matches(str(given).lower(), list(names), n=1)
     return f". Did you mean '{names[close[0]]}'?" if close else ""
 

@@ -106,10 +106,10 @@ class CipherGenerator:
             taken = np.ones(size, bool)
             taken[self.choice(size, size - count)] = False
             return np.flatnonzero(taken)
-        found = np.empty(0, np.int64)
-        while missing := count - len(found):
-            found = np.unique(np.concatenate([found, self.integers(size, missing)]))
-        return found
+        drawn = np.empty(0, np.int64)
+        while missing := count - len(drawn):
+            drawn = np.unique(np.concatenate([drawn, self.integers(size, missing)]))
+        return drawn
 
     def ones(self, count: int, log_p: float) -> np.ndarray:
         """The positions of the ones among `count` independent bits that are 1 with probability e^log_p, int64 ascending.
@@ -124,15 +124,15 @@ class CipherGenerator:
             return np.arange(count)
         # -log(1 - p), in a form that is exact for small p and for p near 1.
         rate = -math.log1p(-math.exp(log_p)) if log_p < -0.5 else -math.log(-math.expm1(log_p))
-        found: list[np.ndarray] = []
+        ones: list[np.ndarray] = []
         position = -1.0
         while position < count:
             expected = (count - position) * math.exp(log_p)
             gaps = np.floor(self.standard_exponential(int(expected + 6 * math.sqrt(expected) + 8)) / rate)
             positions = position + np.cumsum(gaps + 1)
-            found.append(positions[positions < count])
+            ones.append(positions[positions < count])
             position = float(positions[-1])
-        return np.concatenate(found).astype(np.int64)
+        return np.concatenate(ones).astype(np.int64)
 
 
 def _count(size: Size) -> int:

@@ -107,8 +107,8 @@ _NO_ROWS = torch.empty(0, dtype=torch.long)
 
 
 def _kept_buffer(kept: dict[str, Tensor], name: str, parameter: Tensor) -> Tensor:
-    known = kept.get(name)
-    if known is None or known.shape != parameter.shape or known.device != parameter.device:
-        known = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
-        kept[name] = known
-    return known
+    buffer = kept.get(name)
+    if buffer is None or buffer.shape != parameter.shape or buffer.device != parameter.device:
+        buffer = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
+        kept[name] = buffer
+    return buffer

@@ -89,7 +89,7 @@ class _Watched:
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
         self.before: list[Callable[[], None]] = []
-        self.own = vars(module).get("state_dict")  # somebody may have put another function there
+        self.replaced = vars(module).get("state_dict")  # somebody may have put another function there
         self.extras: dict[str, str] = {}
         self.attributes: dict[str, str] = {}
         self.switches: dict[str, tuple[bool, ...]] = {}
@@ -102,8 +102,8 @@ class _Watched:
         """Takes what is there now for what was there before training."""
         self.extras = self._extras(self._call()) | self._tensor_attributes(_standard(self.module))
         self.attributes, self.switches = self._attributes(), self._switches()
-        for name, found in self.extras.items():
-            if found.endswith(UNKNOWN):
+        for name, value in self.extras.items():
+            if value.endswith(UNKNOWN):
                 raise UnsupportedError(
                     f"The state_dict of {self._title()} holds '{name}', which is neither a parameter nor a buffer of it and "
                     "holds something that cannot be pickled. Whether private data get into it in training could not be "
@@ -111,18 +111,18 @@ class _Watched:
                 )
 
     def _call(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        if self.own is not None:
-            return self.own(*args, **kwargs)
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
         return type(self.module).state_dict(self.module, *args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         self._require()
-        found = self._call(*args, **kwargs)
+        state = self._call(*args, **kwargs)
         if not self.is_active:
-            return found
+            return state
         prefix = args[1] if len(args) > 1 else kwargs.get("prefix", "")
         is_part = bool(args) or kwargs.get("destination") is not None  # of a state_dict that another module makes
-        extras = self._extras(found, prefix, is_part)
+        extras = self._extras(state, prefix, is_part)
         changed = [
             *(name for name in _different(self.extras, extras) if name in extras or not _of_attributes(name)),
             *(name for name, value in extras.items() if value.endswith(UNKNOWN)),
@@ -133,7 +133,7 @@ class _Watched:
                 "(get_extra_state or a hook on state_dict put it there, or took it away) and has changed since make_private: "
                 "it may tell of private data, without noise. Keep it outside of the module, or set it back to what it was."
             )
-        return found
+        return state
 
     def _require(self) -> None:
         for require in self.before:
@@ -151,9 +151,9 @@ class _Watched:
         """What pickle would write otherwise than before, by name. All modules may be in training mode, or none of them."""
         now = self._switches()
         switched = [name for name in now if now[name] != self.switches[name] and len(set(now[name])) > 1]
-        changed = _different(self.attributes, found := self._attributes())
+        changed = _different(self.attributes, attributes := self._attributes())
         if self.is_copy:  # torch copies parameters without their Python attributes
-            changed = [name for name in changed if name in found or not _of_attributes(name)]
+            changed = [name for name in changed if name in attributes or not _of_attributes(name)]
         return changed + switched
 
     def renew(self, but: Iterable[str]) -> None:
@@ -166,13 +166,13 @@ class _Watched:
         self.switches |= switches
 
     def remove(self) -> None:
-        own = vars(self.module)
-        if self.own is None:
-            del own["state_dict"]
+        attributes = vars(self.module)
+        if self.replaced is None:
+            del attributes["state_dict"]
         else:
-            own["state_dict"] = self.own
-        if isinstance(own.get("__reduce_ex__"), _WatchedReduction):
-            del own["__reduce_ex__"]
+            attributes["state_dict"] = self.replaced
+        if isinstance(attributes.get("__reduce_ex__"), _WatchedReduction):
+            del attributes["__reduce_ex__"]
 
     def __deepcopy__(self, memo: dict) -> _Watched:
         """A copy of the module is watched, too; what training does to the module does nothing to the copy."""
@@ -180,7 +180,7 @@ class _Watched:
         other = _Watched.__new__(_Watched)
         memo[id(self)] = other
         other.module, other.name = copy.deepcopy(self.module, memo), self.name
-        other.before, other.own = [], copy.deepcopy(self.own, memo)
+        other.before, other.replaced = [], copy.deepcopy(self.replaced, memo)
         other.extras, other.attributes = dict(self.extras), dict(self.attributes)
         other.switches, other.is_active, other.is_copy = dict(self.switches), self.is_active, True
         return other
@@ -196,22 +196,22 @@ class _Watched:
     def __reduce__(self) -> Any:
         """Where a module is pickled: it will be an ordinary one."""
         self.refuse_changed()
-        if self.own is not None:
-            return copy.copy, (self.own,)
+        if self.replaced is not None:
+            return copy.copy, (self.replaced,)
         return getattr, (self.module, "state_dict")  # of its class: its attributes are not there yet
 
     def _title(self) -> str:
         return f"module '{self.name}' ({type(self.module).__name__})" if self.name else type(self.module).__name__
 
-    def _extras(self, found: Mapping[str, Any], prefix: str = "", is_part: bool = False) -> dict[str, str]:
+    def _extras(self, state: Mapping[str, Any], prefix: str = "", is_part: bool = False) -> dict[str, str]:
         """What `state_dict` gave beside parameters and buffers under their own names, and which of these are missing."""
         standard = _standard(self.module)
-        missing = {name: "missing" for name in standard if prefix + name not in found}
-        entries = _under(found, prefix)
+        missing = {name: "missing" for name in standard if prefix + name not in state}
+        entries = _under(state, prefix)
         if not is_part:  # then all of it is this module's
-            entries |= {f"{key} (outside of '{prefix}')": found[key] for key in found if not key.startswith(prefix)}
-            own = vars(found) if hasattr(found, "__dict__") else {}
-            entries |= {f"attribute {name}": value for name, value in own.items() if name != "_metadata"}
+            entries |= {f"{key} (outside of '{prefix}')": state[key] for key in state if not key.startswith(prefix)}
+            attributes = vars(state) if hasattr(state, "__dict__") else {}
+            entries |= {f"attribute {name}": value for name, value in attributes.items() if name != "_metadata"}
         extras = {
             name: value
             for name, value in entries.items()
@@ -219,7 +219,7 @@ class _Watched:
         }
         versions = {
             f"{key[len(prefix) :]} (metadata)": fingerprint(value, {}, _watched_name)
-            for key, value in getattr(found, "_metadata", {}).items()
+            for key, value in getattr(state, "_metadata", {}).items()
             if key.startswith(prefix) or key == prefix[:-1]
         }
         return missing | versions | self._fingerprints(extras) | self._tensor_attributes(entries)
@@ -231,8 +231,10 @@ class _Watched:
 
     def _attributes(self) -> dict[str, str]:
         """What pickling takes along beside the values of parameters and persistent buffers, by the names of attributes."""
-        own = vars(self.module)
-        kept = {f"{name} (values)": own["_buffers"].get(name) for name in own["_non_persistent_buffers_set"]}
+        attributes = vars(self.module)
+        kept = {
+            f"{name} (values)": attributes["_buffers"].get(name) for name in attributes["_non_persistent_buffers_set"]
+        }
         values = {name: fingerprint(value, {}, _watched_name) for name, value in kept.items()}
         try:
             made_by, made_of, state, *rest = parts_for_pickle(self.module)
@@ -250,19 +252,19 @@ class _Watched:
             for key, hook in dict(vars(self.module).get(name, {})).items()
             if is_own_hook(hook)
         }
-        found: dict[str, Any] = {}
+        attributes: dict[str, Any] = {}
 
         def put(name: Any, value: Any) -> None:
             name = str(name)
-            while name in found:  # an attribute may be called like a parameter
+            while name in attributes:  # an attribute may be called like a parameter
                 name += " again"
-            found[name] = value
+            attributes[name] = value
 
         for name, value in state.items():
             if name in _HOOKS and type(value) in (dict, OrderedDict):
                 value = {key: item for key, item in value.items() if key not in ours} | _attributes_of(value)
             elif value is self:
-                value = self.own
+                value = self.replaced
             elif isinstance(value, _WatchedReduction) or (name == "training" and isinstance(value, bool)):
                 continue
             if name in _REGISTERED and type(value) is dict:
@@ -270,11 +272,11 @@ class _Watched:
                 for key, item in value.items():
                     place = place_of(item)
                     put(key, item if place is None else [unguarded_class(item), names[place]])
-                    if place is not None and (own := python_state(item)):
-                        put(f"{key}{_OF_TENSOR}", own)
+                    if place is not None and (attributes_of_tensor := python_state(item)):
+                        put(f"{key}{_OF_TENSOR}", attributes_of_tensor)
             elif not (name in _TORCH and type(value) in _EMPTY and not value and not _attributes_of(value)):
                 put(name, value)
-        return found
+        return attributes
 
     def _switches(self) -> dict[str, tuple[bool, ...]]:
         """What users turn on and off for a whole model. A pattern of them could tell something."""
@@ -337,8 +339,8 @@ def _attributes_of(value: Any) -> dict[str, Any]:
     return getattr(value, "__dict__", {}) if isinstance(value, OrderedDict) else {}
 
 
-def _under(found: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    return {key[len(prefix) :]: value for key, value in found.items() if key.startswith(prefix)}
+def _under(state: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    return {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
 
 
 def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -347,18 +349,20 @@ def _different(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def _standard(module: nn.Module) -> dict[str, Tensor]:
     """What torch's own `state_dict` has."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for path, part in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
-        kept = {name: own for name, own in part._buffers.items() if name not in part._non_persistent_buffers_set}
-        found.update((prefix + name, own) for name, own in (part._parameters | kept).items() if own is not None)
-    return found
+        kept = {name: tensor for name, tensor in part._buffers.items() if name not in part._non_persistent_buffers_set}
+        tensors.update(
+            (prefix + name, tensor) for name, tensor in (part._parameters | kept).items() if tensor is not None
+        )
+    return tensors
 
 
 def _names(module: nn.Module) -> dict[Any, str]:
     """The names of parameters and buffers, by their places and by their memory."""
-    found: dict[Any, str] = {}
+    names: dict[Any, str] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if (place := place_of(tensor)) is not None:
-            found |= {place: name, place[0]: name}
-    return found
+            names |= {place: name, place[0]: name}
+    return names
