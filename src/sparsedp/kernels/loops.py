@@ -263,14 +263,18 @@ def _find(ascending: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
+def _squared_norm(row: np.ndarray) -> float:
+    total = 0.0
+    for j in range(len(row)):
+        value = np.float64(row[j])
+        total += value * value
+    return total if total < LARGEST**2 else np.inf
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc"})
 def _squared_rows(x: np.ndarray, stride: int, width: int, begin: int, end: int, squares: np.ndarray) -> None:
     for i in range(begin, end):
-        total = 0.0
-        row = x[i * stride : i * stride + width]
-        for j in range(width):
-            value = np.float64(row[j])
-            total += value * value
-        squares[i] = total if total < LARGEST**2 else np.inf
+        squares[i] = _squared_norm(x[i * stride : i * stride + width])
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc"})
@@ -279,13 +283,8 @@ def _squared_parts(
 ) -> None:
     for i in range(begin, end):
         for k in range(len(places)):
-            total = 0.0
             first = i * stride + places[k]
-            row = x[first : first + widths[k]]
-            for j in range(len(row)):
-                value = np.float64(row[j])
-                total += value * value
-            squares[k, i] = total if total < LARGEST**2 else np.inf
+            squares[k, i] = _squared_norm(x[first : first + widths[k]])
 
 
 @njit(cache=True, nogil=True)
