@@ -191,7 +191,7 @@ def count(workload: Workload) -> Counted:
                 captured.squared_norms(uses, row_norms)
         with sums:
             for name, uses in captured.uses.items():
-                if uses.whole:
+                if uses.is_used_in_full:
                     uses.add_weighted_sum(torch.zeros_like(parameters[name]), torch.ones(units))
     built = FLOAT * sum(built.values.numel() for uses in captured.uses.values() for built in uses.builts)
     counted = Counted({}, readings, {name: p.numel() for name, p in parameters.items()})

@@ -60,7 +60,7 @@ def _sums(units: np.ndarray, at: np.ndarray, clip: float, many: int, places: int
 def touched_rows(batch: Sequence[Captured], space: RowSpace) -> Tensor:
     """The global rows that any unit of a logical batch touches, distinct and ascending."""
     parts = [captured.touched(space).rows for captured in batch]
-    for name in {name for captured in batch for name in captured.touched(space).whole}:
+    for name in {name for captured in batch for name in captured.touched(space).used_in_full}:
         parts.append(_all_rows(name, space))
     return parts[0] if len(parts) == 1 else torch.unique(torch.cat(parts))
 
@@ -72,9 +72,9 @@ def touched_pairs(captured: Captured, space: RowSpace) -> tuple[Tensor, Tensor, 
     """
     touched = captured.touched(space)
     rows, (units, at) = touched.rows, touched.pairs()
-    if not touched.whole:
+    if not touched.used_in_full:
         return rows, units, at
-    for name in touched.whole:
+    for name in touched.used_in_full:
         every = _all_rows(name, space)
         units = torch.cat([units, torch.arange(captured.units).repeat_interleave(every.numel())])
         at = torch.cat([at, (rows.numel() + torch.arange(every.numel())).repeat(captured.units)])
@@ -84,7 +84,7 @@ def touched_pairs(captured: Captured, space: RowSpace) -> tuple[Tensor, Tensor, 
 
 
 def warn_of_whole_tables(batch: Sequence[Captured], space: RowSpace, consequence: str) -> None:
-    used_in_full = sorted({name for captured in batch for name in captured.touched(space).whole})
+    used_in_full = sorted({name for captured in batch for name in captured.touched(space).used_in_full})
     if used_in_full:
         warnings.warn(
             f"Table {', '.join(map(repr, used_in_full))} is used whole (a softmax over the vocabulary?), so {consequence}, and "

@@ -17,7 +17,7 @@ from sparsedp.contribution import Contribution
 from sparsedp.fallback import real_ids
 from sparsedp.sampling import BatchInfo, PrivateLoader, owners_of, whole_users
 
-_CHUNK = 8192  # examples looked at together
+_CHUNK = 8192  # examples in one forward pass, at most
 
 
 def count_rows(
@@ -40,7 +40,7 @@ def count_rows(
     parameters = dict(module.named_parameters())
     space = RowSpace.of({name: parameters[name] for name in tables})
     with real_ids(module):
-        sums = count_touches(glances(module, capture, loader, inputs, indices=indices), space, clip)[1]
+        sums = count_touches(captured_forwards(module, capture, loader, inputs, indices=indices), space, clip)[1]
     return dict(zip(space.names, sums.split(list(space.sizes))))
 
 
@@ -80,7 +80,7 @@ def count_touches(
     return counts, sums
 
 
-def glances(
+def captured_forwards(
     module: nn.Module,
     capture: Capture,
     loader: PrivateLoader,

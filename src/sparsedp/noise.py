@@ -26,7 +26,7 @@ from sparsedp.kernels.threads import on_all_cores
 # Elements that one thread draws at a time.
 CHUNK = 1 << 18
 # Tensors smaller than this are drawn at once: another thread would take longer to begin.
-_SMALL = 1 << 15
+_DRAWN_AT_ONCE = 1 << 15
 _FIRST = np.zeros(1, np.int64)
 # Where a mechanism's own randomness branches off, beyond any parameter's index; and the noise that LazyDP's rows wait for.
 SELECTION, PREPARATION, WAITING = (1 << 30) + 1, (1 << 30) + 2, (1 << 30) + 3
@@ -108,7 +108,7 @@ class GaussianNoise:
             values, key = drawn.view(-1).numpy(), self.key.stream(step, index)
             for first in range(0, len(values), CHUNK):
                 draw = functools.partial(normals.fill_normal, values[first : first + CHUNK], std, key, first)
-                if len(values) < _SMALL:
+                if len(values) < _DRAWN_AT_ONCE:
                     draw()
                 else:
                     large.append(draw)
@@ -138,7 +138,7 @@ class GaussianNoise:
                 drawn = drawn.to("cpu", _drawn_dtype(drawn))
                 copies.append((sums.values, drawn))
             draws = _additions(sums, drawn, std, grid, self.key.stream(step, index))
-            if count < _SMALL:
+            if count < _DRAWN_AT_ONCE:
                 for draw in draws:
                     draw()
             else:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from sparsedp.capture import Capture, RowSpace
 from sparsedp.contribution import Contribution
-from sparsedp.counting import count_rows, count_touches, glances
+from sparsedp.counting import captured_forwards, count_rows, count_touches
 from sparsedp.errors import UnsupportedError
 from sparsedp.fallback import selection_kept
 from sparsedp.mechanisms.expectation import RowCounts
@@ -182,7 +182,7 @@ def look_at_data(
             within = None if selection is None else space.join(chosen)
             # No more at a time than a step takes: nobody said that there is memory for a larger forward pass.
             chunk = max(1, round(loader.expected_examples))
-            uses = glances(module, capture, loader, inputs, np.sort(indices), chunk=chunk)
+            uses = captured_forwards(module, capture, loader, inputs, np.sort(indices), chunk=chunk)
             counted = count_touches(uses, space, clip, within)
         counts, sums = (dict(zip(space.names, part.split(list(space.sizes)))) for part in counted)
         return _SpanCounts(

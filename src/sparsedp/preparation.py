@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Capture, RowSpace
-from sparsedp.counting import count_rows, glances
+from sparsedp.counting import captured_forwards, count_rows
 from sparsedp.errors import SparseDPError
 from sparsedp.fallback import keep_selection
 from sparsedp.frequencies import count_lookups
@@ -22,7 +22,7 @@ from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import PrivateLoader
 from sparsedp.tables import TableSpec, find_tables, table_specs
 
-_GLANCE = 256  # examples in a forward pass that counts lookups: it may end with a softmax over all rows
+_LOOKUP_CHUNK = 256  # examples in a forward pass that counts lookups: it may end with a softmax over all rows
 
 CountScope = Callable[[float | None, int | None], dict[str, Tensor]]  # of (clip, scope): as `Mechanism.prepare` counts
 
@@ -31,10 +31,9 @@ CountScope = Callable[[float | None, int | None], dict[str, Tensor]]  # of (clip
 class Prepared:
     """What was decided ahead of the steps so far. A checkpoint holds it."""
 
-    rows: dict[str, Tensor] | None = (
-        None  # that the mechanism chose of each table, ascending; None: it was not asked yet
-    )
-    scopes: list[int | None] = field(default_factory=list)  # that it has counted for this
+    # The rows that the mechanism chose of each table, ascending; None: it was not asked yet.
+    rows: dict[str, Tensor] | None = None
+    scopes: list[int | None] = field(default_factory=list)  # the data that it has counted for this
     released: dict[str, Tensor] = field(default_factory=dict)  # numbers with noise, for each row of each table
 
     def to_dict(self) -> dict[str, Any]:
@@ -108,7 +107,7 @@ class Preparation:
                     f"exceed its privacy budget (epsilon {self._plan.target_epsilon}): go back to a later checkpoint."
                 )
             tables = table_specs(dict(self._module.named_parameters()), find_tables(self._module))
-            uses = glances(self._module, self._capture, self._loader, release.inputs, chunk=_GLANCE)
+            uses = captured_forwards(self._module, self._capture, self._loader, release.inputs, chunk=_LOOKUP_CHUNK)
             counts = count_lookups(uses, RowSpace.of(tables), release.clip)
             self._ledger.record(release.event, setup=True)
             drawn = release.draw(counts, self._plan.dataset_size, tables, self._key().child(PREPARATION))

@@ -266,7 +266,9 @@ def test_restricted_to_some_rows() -> None:
     history, target = torch.randint(9, (5, 6)), torch.randint(9, (5, 6))
     captured = assert_exact(model, history, target)
     found = captured.uses["e.weight"]
-    assert found.whole and torch.equal(touched_rows([captured], RowSpace(("e.weight",), (9,))), torch.arange(9))
+    assert found.is_used_in_full and torch.equal(
+        touched_rows([captured], RowSpace(("e.weight",), (9,))), torch.arange(9)
+    )
     factors = torch.rand(5, dtype=torch.float64)
     for rows in (torch.tensor([0, 2, 3, 7]), torch.tensor([5]), torch.empty(0, dtype=torch.long), torch.arange(9)):
         few = found.restricted(rows, 4)

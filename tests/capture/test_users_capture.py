@@ -294,7 +294,7 @@ def test_norms_of_all_tables_at_once(ids: list[list[int]], chosen: list[list[int
     found = capture_users(module, [torch.tensor(ids)], owners, 4)
     tables = dict(module.named_parameters())
     touched = found.touched(RowSpace.of(tables))
-    assert touched.whole == ["d.weight"]
+    assert touched.used_in_full == ["d.weight"]
     selection = (
         None if chosen is None else {name: torch.tensor(sorted(rows)).long() for name, rows in zip(tables, chosen)}
     )

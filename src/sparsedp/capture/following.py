@@ -34,10 +34,10 @@ def follow(
     call = Call(plain_name(name), args, kwargs, out, units, len(operands))
     if len(operands) == 1 and (simple := _follow_alone(call, *operands[0])) is not None:
         return simple
-    mixed = [info for _, info in operands if isinstance(info, Mixed)]
-    if mixed:
-        whole = [info for info in mixed if isinstance(info, WholeBatch)]
-        return _follow_mixed(call, operands, (whole or mixed)[0], where)
+    mixes = [info for _, info in operands if isinstance(info, Mixed)]
+    if mixes:
+        of_whole_batch = [info for info in mixes if isinstance(info, WholeBatch)]
+        return _follow_mixed(call, operands, (of_whole_batch or mixes)[0], where)
     placed = [
         (tensor, info.axis)
         for tensor, info in operands

@@ -70,10 +70,12 @@ class TouchedRows:
         self.units = units
         self._owners = owners
         self.lookups: dict[str, Lookup] = {}
-        self.whole: list[str] = []  # tables that are used otherwise, too, such as by a full softmax: all of their rows
+        self.used_in_full: list[
+            str
+        ] = []  # tables that are used otherwise, too, such as by a full softmax: all of their rows
         for name in space.names:
-            if name in uses and uses[name].whole:
-                self.whole.append(name)
+            if name in uses and uses[name].is_used_in_full:
+                self.used_in_full.append(name)
             elif name in uses:
                 (self.lookups[name],) = uses[name].lookups
         lookups = list(self.lookups.values())

@@ -30,8 +30,8 @@ class Step(NamedTuple):
     def __str__(self) -> str:
         return f".{self.key}" if self.is_attribute else f"[{self.key!r}]"
 
-    def of(self, whole: Any) -> Any:
-        return getattr(whole, self.key) if self.is_attribute else whole[self.key]
+    def of(self, container: Any) -> Any:
+        return getattr(container, self.key) if self.is_attribute else container[self.key]
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,7 +13,7 @@ from sparsedp.capture.uses.built import Built
 from sparsedp.kernels.loops import outer_products
 
 # Elements of a matrix up to which its gradient may be written out for every unit.
-_SMALL = 1 << 16
+_MAX_WRITTEN_OUT = 1 << 16
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Linear(Use):
     def is_smaller_built(self) -> bool:
         _, positions, width = self.inputs.shape
         height = self.grad.shape[2]
-        return width * height <= min(_SMALL, positions * (width + height))
+        return width * height <= min(_MAX_WRITTEN_OUT, positions * (width + height))
 
     def build(self) -> Built:
         """With the sums over positions written out."""

@@ -53,7 +53,7 @@ class ParameterUses:
         return ParameterUses(self.lookups, kept, Built.merged(builts), self.softmaxes)
 
     @property
-    def whole(self) -> bool:
+    def is_used_in_full(self) -> bool:
         """Whether there are other uses than lookups: of a table, all of its rows are in use then."""
         return bool(self.linears or self.builts or self.softmaxes)
 
@@ -86,7 +86,7 @@ class ParameterUses:
 
     def weighted_sum(self, factors: Tensor, shape: torch.Size) -> Tensor | RowSparse:
         """The sum over units of factor times gradient; row-sparse if there are lookups only."""
-        if not self.whole:
+        if not self.is_used_in_full:
             (lookup,) = self.lookups
             return lookup.weighted_rows(factors)
         first: Use = [*self.linears, *self.builts, *self.softmaxes][0]
