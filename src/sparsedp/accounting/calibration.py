@@ -63,7 +63,7 @@ def _calibrate(
     try:
         guess, factor = _search(coarse_cost, target, 1.0, 2.0, 0.05), 1.03
     except _OutOfReachError:
-        guess, factor = 1.0, 2.0  # perhaps only of the coarse bound
+        guess, factor = 1.0, 2.0  # the target may be out of the coarse bound's reach alone
     try:
         return _search(cost, target, guess, factor, tolerance)
     except _OutOfReachError as error:

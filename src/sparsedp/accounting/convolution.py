@@ -98,7 +98,7 @@ class Grid:
         return Cumulant(value, mean, _dot(mass, (loss - mean) ** 2))
 
     def added_variance(self, tilt: float) -> float:
-        """Of the tilted loss."""
+        """What rounding to the grid adds to the variance of the tilted loss."""
         weight = np.exp(np.minimum(tilt * self.loss[:-1] - self.tilted(tilt)[1], 700.0))
         return self.interval**2 * _dot(weight, self.spread)
 

@@ -72,7 +72,7 @@ def _leaves(event: DpEvent | Ledger) -> list[dict[DpEvent, int]]:
 
 
 def _a_number(accountant: Accountant, answer: float) -> float:
-    """NaN compares as if it were no cost, or any."""
+    """The answer as a float. NaN is refused: every comparison with it is false, so that it could pass for any cost."""
     if math.isnan(answer):
         raise SparseDPError(f"the {accountant.name} accountant gives NaN: it says nothing about this run")
     return float(answer)
