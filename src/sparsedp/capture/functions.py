@@ -65,7 +65,7 @@ class Functions:
         self.capture, self._always = capture, generator is None
         self._generator = RandomKey.from_os().generator() if generator is None else generator
         self._seen: set[tuple[type, str]] = set()
-        self._outer: list[Any] = []  # of private modules which call one another
+        self._outer: list[Any] = []  # what `begin` replaced, several where private modules call one another
         self._followed: weakref.WeakKeyDictionary[type, weakref.ref[type]] = weakref.WeakKeyDictionary()
         self.is_running = False  # whether a function is in its forward() or backward()
         self.starting: _Use | None = None  # whose context is about to be made
@@ -141,7 +141,7 @@ class Functions:
         return form
 
     def _axes_of(self, args: tuple) -> list[UnitAxis | None]:
-        """Of the arguments that may get a gradient: tensors in lists do not."""
+        """Where the units are in each argument; None for one that gets no gradient, as tensors in lists do not."""
         return [self.capture.known_axis(value) if isinstance(value, Tensor) else None for value in args]
 
     def _input_axes(self, function: type, inputs: list[Tensor]) -> list[UnitAxis | None] | None:
@@ -190,7 +190,7 @@ class Functions:
 
     def _is_due(self, is_first: bool) -> bool:
         if self.capture.units < 2:
-            return False  # there is nobody to exchange
+            return False  # there is no other unit to exchange it for
         return is_first or self._always or float(self._generator.random(1)[0]) < _AGAIN
 
     # ------------------------------------------------------------------ backward
@@ -272,7 +272,7 @@ class Functions:
         for value, made in zip(trial.args, results):
             for tensor, grad in zip(tensors_in(value), again):
                 if tensor is not value or grad is None or not isinstance(made, Tensor) or grad.shape != made.shape:
-                    continue  # torch drops it, or adds some of it up
+                    continue  # torch drops this gradient, or adds it up to the shape of the input
                 if not unchanged(made.to(grad.dtype), grad):
                     raise self._changes(function)
         self._exchange(function, trial, first, grads, grads)
@@ -324,7 +324,7 @@ class Functions:
 
 
 class _Output(NamedTuple):
-    """What is to be known of an output where no output may be kept: a context that refers to it is never freed."""
+    """What a context keeps of an output in place of the output itself: if it referred to that, it would never be freed."""
 
     axis: UnitAxis | None
     place: tuple | None
@@ -338,7 +338,7 @@ class _Output(NamedTuple):
 
 @dataclass(eq=False)
 class _Use:
-    """One use of a function in a forward pass, for when it goes back."""
+    """One use of a function in a forward pass, kept for its backward pass."""
 
     functions: weakref.ref[Functions]
     function: type
@@ -407,13 +407,13 @@ class _Backward(TorchFunctionMode):
                         )
 
     def _after(self, name: str, given: list[Tensor], out: Any) -> None:
-        """Of the values of a batch, tensors may be made, which are followed, but no numbers."""
+        """Values of a batch may become tensors, which are followed, but no Python numbers."""
         if _are_tensors(out):
             before = {memory_of(tensor) for tensor in given}
             self._made |= {memory_of(tensor) for tensor in tensors_in(out)} - before
             return
         hidden = [tensor for tensor in given if self._capture.is_data(tensor)]
-        if name in _ABOUT_SHAPES:  # which data decide where a mask picked from them
+        if name in _ABOUT_SHAPES:  # the data decide a shape where a mask picked elements
             is_number = isinstance(out, (int, tuple))
             hidden = [tensor for tensor in hidden if is_number and self._capture.info(tensor) == UnitData(None)]
         if hidden:
@@ -423,11 +423,11 @@ class _Backward(TorchFunctionMode):
     def _place_gradients(
         self, grads: tuple, outputs: Any, inputs: Any, grad_outputs: Any = None, *_: Any, **options: Any
     ) -> None:
-        """What was followed keeps units apart on its own way back, too."""
+        """Operations that were followed keep units apart in their backward pass, too: notes where the gradients have them."""
         capture = self._capture
         axes = [capture.known_axis(tensor) for tensor in tensors_in(outputs)]
         if _has_functions(outputs, inputs):
-            return  # of which nothing is known on their way back
+            return  # nothing is known of what custom functions do in backward
         if None not in axes and axes == [capture.known_axis(tensor) for tensor in tensors_in(grad_outputs)]:
             for grad, tensor in zip(grads, tensors_in(inputs)):
                 if grad is not None:

@@ -39,5 +39,5 @@ class HiddenHistory:
                 )
 
     def clear(self) -> None:
-        """For a custom function that was seen."""
+        """Forgets them: the custom function that gives them a history was seen."""
         self.hidden.clear()

@@ -20,12 +20,12 @@ from sparsedp._torch import (
 )
 from sparsedp.errors import SparseDPError, UnsupportedError
 
-# What hands out a place to listen at gradients, and to change them.
+# Methods and attributes through which gradients can be read or changed.
 LISTENING = {"register_hook", "register_post_accumulate_grad_hook", "grad_fn", "set__backward_hooks"}
 
 
 class Listener(Protocol):
-    """Whom the mode and the hooks tell."""
+    """What the mode and the hooks report to."""
 
     # Called with each operation of a forward pass before it runs.
     before_read: Callable[[Callable, tuple, dict], None] | None
@@ -65,7 +65,7 @@ def _return_inactive() -> Callable:
 
 
 class _Unnamed:
-    """A hook. torch.jit.script asks for its name, and for nothing else that it could be told by."""
+    """A hook that refuses torch.jit.script, which shows itself only by asking for the name of the hook."""
 
     @property
     def __name__(self) -> str:

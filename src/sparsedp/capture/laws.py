@@ -45,7 +45,7 @@ class Replaced(TorchDispatchMode):
         return drawn if out is None else out.resize_(drawn.shape).copy_(drawn)
 
     def _random(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """One that torch tags as random and that has no law here."""
+        """Runs one that torch tags as random and that has no law here: by its parts, or as it is if it draws nothing."""
         if func._can_decompose():
             with self:
                 return func.decompose(*args, **kwargs)

@@ -67,7 +67,7 @@ class Draws:
         return self._drawn(("mask", chance), shape, dtype, 1, fill)
 
     def uniform(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """On [0, 1), with as many bits as the mantissa of `dtype` has."""
+        """Uniform on [0, 1), with as many bits as the mantissa of `dtype` has."""
         computed, bits = drawn_dtype(dtype), mantissa_bits(dtype)
 
         def fill(out: np.ndarray, key: np.ndarray, first: int) -> None:
@@ -77,7 +77,7 @@ class Draws:
         return drawn if dtype == computed else drawn.mul_(2.0**bits).floor_().mul_(2.0**-bits).to(dtype)
 
     def words(self, shape: Sequence[int]) -> Tensor:
-        """All integers of 64 bits, int64."""
+        """Uniform over all integers of 64 bits, int64."""
 
         def fill(out: np.ndarray, key: np.ndarray, first: int) -> None:
             cipher.fill_words(out.view(np.uint32), key, first)
@@ -116,13 +116,13 @@ class Draws:
         return self.uniform(shape, torch.float64).add_(2.0**-54).clamp_max_(1 - 2.0**-53)
 
     def integers(self, shape: Sequence[int], low: int, high: int) -> Tensor:
-        """From `low` to `high` - 1, int64."""
+        """Uniform from `low` to `high` - 1, int64."""
         if high - low >= 1 << 63:
             return self.words(shape)  # all that there are
         return (self.words(shape) & ((1 << 63) - 1)).remainder_(high - low).add_(low)
 
     def exponential(self, shape: Sequence[int]) -> Tensor:
-        """With mean 1, positive, float64."""
+        """Exponential with mean 1, positive, float64."""
         return self.inner(shape).log_().neg_()
 
     # ------------------------------------------------------------------ operations
@@ -143,7 +143,7 @@ class Draws:
         return run
 
     def _expect(self, axis: UnitAxis | None) -> None:
-        """Told where units are in the numbers that are drawn next, as far as that is known."""
+        """Called with where the units are in the numbers that are drawn next; None if that is not known."""
 
 
 def _direct_dropout(draws: Draws, args: tuple, kwargs: dict) -> Tensor | None:
@@ -264,7 +264,7 @@ _COMPOSITE = {
 
 @functools.cache
 def _drawing_names() -> frozenset[str]:
-    """Names without the underscore of in-place forms."""
+    """The names of operations that may draw, without the underscore of in-place forms."""
     tagged = set()
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
@@ -281,7 +281,7 @@ def may_draw(name: str) -> bool:
 
 
 def draws_nothing(name: str, args: tuple, kwargs: dict) -> bool:
-    """Attention without dropout: the operations that are too slow to look into where nothing is to be found."""
+    """Whether it is attention without dropout, which draws nothing and would be slow to watch for draws."""
     if name == "scaled_dot_product_attention":
         return not kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
     if name == "multi_head_attention_forward":

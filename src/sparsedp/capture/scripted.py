@@ -30,7 +30,7 @@ class ScriptedFunctions:
     def __init__(self, capture: Capture, halves: Callable[[int, bool], list[Tensor]]) -> None:
         self._capture, self._halves = capture, halves
         self._seen: set[tuple[int, str]] = set()
-        self._outer: list[Callable] = []  # of private modules which call one another
+        self._outer: list[Callable] = []  # what `begin` replaced, several where private modules call one another
 
     def begin(self) -> None:
         thread = threading.get_ident()

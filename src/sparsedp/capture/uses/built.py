@@ -19,7 +19,7 @@ class Built(Use):
 
     @staticmethod
     def merged(builts: list[Built]) -> list[Built]:
-        """Those of the same block are added up."""
+        """Uses of the same block are added up."""
         if len(builts) < 2:
             return builts
         merged: dict[tuple[int, int], Built] = {}
@@ -59,13 +59,13 @@ class Built(Use):
         return Built(self.values.masked_fill(hidden[start : start + last - first], 0), self.offset)
 
     def regrouped(self, bucket: Bucket) -> Built:
-        """Added up, in float64 on the way, so that large examples that cancel leave what is left exact."""
+        """The sums of each unit's examples, added up in float64: where large ones cancel, what is left is exact."""
         if bucket.places.shape[1] == 1:
             return Built(self.values[bucket.places[:, 0]], self.offset)
         return Built(bucket.padded(self.values).sum(1, dtype=torch.float64).to(self.values.dtype), self.offset)
 
     def of_owners(self, owners: Tensor, count: int) -> Built:
-        """Added up for each of `count` owners, in float64 on the way as well: `owners` (B,)."""
+        """The sums of the units of each of `count` owners, added up in float64 as well: `owners` (B,)."""
         total = torch.zeros(count, self.values.shape[1], dtype=torch.float64, device=self.values.device)
         return Built(total.index_add_(0, owners, self.values.double()).to(self.values.dtype), self.offset)
 

@@ -29,7 +29,7 @@ class Linear(Use):
 
     @staticmethod
     def merged(linears: list[Linear]) -> list[Linear]:
-        """Those of the same block become one with all their positions."""
+        """Uses of the same block become one with all their positions."""
         if len(linears) < 2:
             return linears
         groups: dict[tuple[int, int, int], list[Linear]] = {}
@@ -63,7 +63,7 @@ class Linear(Use):
         return width * height <= min(_MAX_WRITTEN_OUT, positions * (width + height))
 
     def build(self) -> Built:
-        """With the sums over positions written out."""
+        """The same gradients, with the sums over positions written out."""
         if self.inputs.shape[1] == 1:
             return Built(outer_products(self.grad[:, 0], self.inputs[:, 0]), self.offset)
         values = torch.einsum("bpo,bpi->boi", self.grad, self.inputs)
@@ -97,7 +97,7 @@ class Linear(Use):
         return (row_norms.squared(self.inputs) * row_norms.squared(self.grad)).sqrt().sum(1)
 
     def add_weighted_sum(self, out: Tensor, factors: Tensor) -> None:
-        """The smaller side takes the factors."""
+        """Inputs or gradients are multiplied by the factors, whichever are narrower."""
         inputs, grad = self.inputs, self.grad
         height, width = grad.shape[2], inputs.shape[2]
         scale = factors.to(grad.dtype)[:, None, None]

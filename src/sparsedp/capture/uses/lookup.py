@@ -47,7 +47,7 @@ class Lookup(Use):
 
     @staticmethod
     def merged(lookups: list[Lookup]) -> list[Lookup]:
-        """One with all their positions."""
+        """All lookups as one, with all their positions."""
         if len(lookups) < 2:
             return lookups
         return [
@@ -78,7 +78,7 @@ class Lookup(Use):
         return squares if self.weight is None else squares * self.weight.double().square()
 
     def squared_norms(self, units: int, row_norms: RowNorms) -> Tensor:
-        """float64. Equal ids of a unit are added up first."""
+        """In float64. What a unit adds to one row is added up first."""
         if self.one_each:
             return row_norms.squared(self.grad).masked_fill(self.ids < 0, 0)
         width = (int(self.ids.max()) if self.ids.numel() else 0) + 2

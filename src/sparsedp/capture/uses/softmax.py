@@ -139,7 +139,7 @@ class Softmax(Use):
         return (grad * scale[:, :, None]).masked_fill_(silent, 0)
 
     def as_linear(self, units: slice) -> Linear:
-        """Of some units, with G (u, P, V) written out: for the few cases that need all of it."""
+        """The use by some units as a `Linear` with G (u, P, V) written out: for the few cases that need all of it."""
         hidden = self.hidden[units]
         ids = self.first + torch.arange(self.table().shape[0], device=hidden.device)
         return Linear(hidden, self.gradient_at(units, ids.expand(hidden.shape[0], -1)), self.first * self.width)
