@@ -108,7 +108,7 @@ class _Outputs:
 
 
 def _metrics(parts: Sequence[_Outputs]) -> dict[str, float]:
-    """Of all parts together."""
+    """The metrics of all parts together."""
     mean = {"loss": sum(part.loss for part in parts) / sum(part.count for part in parts)}
     if any(part.logits is None for part in parts):
         return mean

@@ -59,7 +59,7 @@ def require_space(folder: Path, needed: int, what: str, hint: str = "") -> None:
 
 
 def in_units(count: int) -> str:
-    """A number of bytes to read."""
+    """A number of bytes as text, in GB, MB or kB."""
     for power, name in ((9, "GB"), (6, "MB")):
         if count >= 10**power:
             return f"{count / 10**power:,.1f} {name}"

@@ -222,7 +222,7 @@ def forward(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, Any, Tensor]
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Of its parameters and buffers."""
+    """Bytes of the parameters and buffers of a model."""
     return sum(map(tensor_bytes, (*model.parameters(), *model.buffers())))
 
 

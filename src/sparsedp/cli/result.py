@@ -109,7 +109,7 @@ class RunResult:
         return self.evaluation.removeprefix(FAILED) if self.evaluation.startswith(FAILED) else None
 
     def _mean(self, total: float) -> float | None:
-        """Over the steps that had units; None if there were none."""
+        """The mean over the steps that had units; None if there were none."""
         return total / self.totals.share_steps if self.totals.share_steps else None
 
     def table(self) -> Table:

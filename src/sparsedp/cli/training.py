@@ -232,7 +232,7 @@ class Training:
         self._saving = False
 
     def _bytes(self) -> int:
-        """Of the tensors in a checkpoint."""
+        """Bytes of the tensors in a checkpoint."""
         state = [value for entries in self.parts.optimizer.state.values() for value in entries.values()]
         return model_bytes(self.parts.model) + sum(tensor_bytes(value) for value in state if isinstance(value, Tensor))
 

@@ -115,6 +115,6 @@ def _load(model: nn.Module, weights: dict[str, Any], folder: RunFolder) -> None:
 
 
 def _statement(folder: RunFolder) -> str | None:
-    """Its first line."""
+    """The first line of the run's privacy statement; None if it was not released."""
     path = folder.release / "statement.txt"
     return path.read_text().partition("\n")[0].removeprefix("Privacy statement: ") if folder.is_released else None

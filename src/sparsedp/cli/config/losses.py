@@ -32,7 +32,7 @@ def _binary_cross_entropy(reduction: Reduction) -> Loss:
 
 
 def _softmax(reduction: Reduction) -> Loss:
-    """Of a model whose output is each unit's mean loss over its targets."""
+    """The loss of a model whose output is each unit's mean loss over its targets."""
 
     def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return _reduced(output.mean(), batch, reduction)

@@ -33,7 +33,7 @@ def _names(values: Mapping[str, Any], key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _renamed(values: Mapping[str, Any], key: str, names: Mapping[str, str]) -> dict[str, Any]:
-    """With registered names in place of addresses."""
+    """The values with registered names in place of addresses."""
     return {
         name: _renamed(value, f"{key}.{name}", names)
         if isinstance(value, Mapping)

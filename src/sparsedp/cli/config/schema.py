@@ -182,7 +182,7 @@ _RULES: dict[Any, _Rule] = {
 
 
 def _rule(hint: Any) -> _Rule:
-    """Of an annotation that is neither a union nor a dataclass."""
+    """The rule for an annotation that is neither a union nor a dataclass."""
     kind = get_origin(hint) or hint
     if kind not in _RULES:
         raise TypeError(f"the schema has no rule for {hint!r}")
