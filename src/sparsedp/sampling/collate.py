@@ -87,7 +87,7 @@ def _maker(dataset: Any) -> str:
 
 
 def _places(size: int) -> tuple[list[int], list[int]]:
-    """Some examples, at least three, if need be the same again; and others."""
+    """Places of some examples, at least three, repeated if there are fewer; and places of up to three others."""
     places = np.unique(np.linspace(0, size - 1, min(size, _BESIDE)).astype(int)).tolist()
     others = list(islice((place for place in range(size) if place not in places), 3))
     return [places[i % len(places)] for i in range(max(3, len(places)))], others

@@ -46,7 +46,7 @@ class BatchInfo:
 
     @property
     def examples(self) -> int:
-        """That the loop is given: as many as units if the units are examples; a stand-in is one more, which is nobody's."""
+        """How many the loop is given: as many as units if the units are examples; a stand-in is one more, which is nobody's."""
         return int(self.stand_in) + (self.units if self.owners is None else len(self.owners))
 
 
@@ -104,7 +104,7 @@ class Draws:
             yield batch if order is None else order[batch]
 
     def worker_key(self, start: Place, counting: bool = False) -> RandomKey:
-        """Of what the workers of a pass over the batches from `start` on draw, or those of a count of the data there."""
+        """The key of what workers draw in a pass over the batches from `start` on, or in a count of the data there."""
         return self.key.child(_COUNT if counting else _PASS, start.step)
 
     def seeded(self, start: Place, infos: deque[BatchInfo]) -> Iterator[list[int]]:

@@ -190,7 +190,7 @@ def _refusal(entry: Entry, why: str) -> UnsupportedError:
 
 
 def _kind(value: Any) -> str:
-    """Of which kind it is: not its value, which would be the units' own in a log."""
+    """What kind of value it is, for messages. Not the value itself: it is private, and messages end up in logs."""
     if _is_array(value) and _shape(value):
         return f"tensor of shape {_shape(value)}" if isinstance(value, Tensor) else f"array of shape {_shape(value)}"
     return type(value).__name__
@@ -246,7 +246,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def _length(value: Any) -> int | None:
-    """Of the first axis; None if there is none."""
+    """The length of the first axis; None if there is none."""
     if isinstance(value, Tensor):
         return value.size(0) if value.dim() else None
     if isinstance(value, np.ndarray):

@@ -302,7 +302,7 @@ class PrivateLoader(DataLoader[Any]):
             )
 
     def _described(self, info: BatchInfo, batch: Any) -> BatchInfo:
-        """With what the layout knows of the batch's tensors; raises if it is not laid out like the others."""
+        """The info with what the layout knows of the batch's tensors; raises if it is not laid out like the others."""
         layout = self.layout
         layout.refuse_change(batch)
         return replace(
@@ -332,7 +332,7 @@ class _Feed:
 
     @contextmanager
     def handing_on(self, source: Iterator[list[int]]) -> Iterator[None]:
-        """While torch sets a pass up. It may ask twice, so not for a new iterator each time."""
+        """Within it, iterating gives `source`. torch may ask twice while it sets a pass up, and must get the same one."""
         self._source = source
         try:
             yield
