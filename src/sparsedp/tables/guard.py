@@ -149,7 +149,7 @@ def _is_metadata(func: Callable) -> bool:
 
 
 def _guarded_in(values: Iterable[Any]) -> list[Any]:
-    """Also in nested tuples, lists and dicts."""
+    """The guarded tables and aliases among some values, also in nested tuples, lists and dicts."""
     guarded: list[Any] = []
     for value in values:
         if isinstance(value, _Guarded):

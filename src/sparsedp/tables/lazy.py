@@ -26,12 +26,12 @@ from sparsedp.tables.pending import Coefficients, PendingSteps
 
 # Elements of a table that are settled together, and from how many on the progress is told.
 _CHUNK, _LONG = 1 << 21, 1 << 27
-# Threads share the rows of a lookup only if they are many times what is worth a thread elsewhere: measured so.
+# Threads share the rows of a lookup only if these are so many times what is worth a thread elsewhere. (Measured.)
 _SHARED = 16
 # The finest grid of weights: a schedule may end at learning rates of which float32 could not hold a step anyway.
 _FINEST = 2.0**-100
-# So much finer the grid of weights may become from one step to the next, without momentum: the noise of the step is then
-# still several times the old grid, and nobody sees which rows had been rounded to it.
+# How much finer the grid of weights may become from one step to the next, without momentum: the noise of the step is
+# then still several times the old grid, and nobody sees which rows had been rounded to it.
 _REFINED = 2.0**-8
 # Purposes of a table's key: the noise of one step, the noise of several in one draw, its part for the momentum, and the
 # noise of one step on the rows that it touches.
@@ -67,7 +67,7 @@ class _Group:
 
     @property
     def coefficients(self) -> Coefficients:
-        """Of the step at hand: a schedule or a hand may have changed the learning rate."""
+        """Those of the present step: a schedule, or the user, may have changed the learning rate."""
         options = self.optimizer.param_groups[self.index]  # load_state_dict makes new ones
         return Coefficients.of(
             float(options["lr"]),
@@ -109,7 +109,7 @@ class LazyOwner(Owner):
         self._group_of = {name: group for group in self._groups for name in group.tables}
 
     def _key(self) -> RandomKey:
-        """Of the noise that rows wait for, which every lookup asks for; derived again where a run is resumed."""
+        """The key of the noise that rows wait for. It is kept, as every lookup asks for it, until a run is resumed."""
         if self._keys is None or self._keys[0] is not self.run.key():
             self._keys = self.run.key(), self.run.key().child(WAITING)
         return self._keys[1]
@@ -282,7 +282,7 @@ class LazyOwner(Owner):
     def _grids(self, group: _Group) -> tuple[float, float]:
         """The grids of settled weights and momenta, by the noise of one step: all that is pending has at least as much.
 
-        They depend on the present alone. By how many steps a row waited for, its grid would tell when it was touched.
+        They depend on the present alone. If they depended on how long a row waited, they would tell when it was touched.
         """
         weight, momentum = (grid_of(self._std * reach) for reach in group.pending.reach)
         return weight and max(weight, _FINEST), momentum and max(momentum, _FINEST)
@@ -290,8 +290,8 @@ class LazyOwner(Owner):
     def _refines(self, group: _Group, step: Coefficients) -> bool:
         """Whether a step's grid of weights is so much finer than the one before that rows on the old one would stand out.
 
-        They are those that were read for this step. So all rows have to be on it. With momentum w' + lr v' is w from before
-        the step, without its noise: no difference is too small to see.
+        The rows on the old grid are those that were read for this step. So that they do not stand out, all rows have to be
+        on it. With momentum w' + lr v' is w from before the step, without its noise: no difference is too small to see.
         """
         before, after = self._grids(group)[0], grid_of(self._std * abs(step.gw))
         if not self._aggregate or not before or not after:
@@ -322,7 +322,7 @@ class LazyOwner(Owner):
                 state[rows] = values
 
     def _make_momentum(self, group: _Group, table: _Table) -> None:
-        """Once, and not by each of several threads."""
+        """Makes the momentum, if there is one, before several threads would each make it."""
         if group.pending.has_momentum:
             self._momentum(table)
 

@@ -27,7 +27,7 @@ class LocalOwner(Owner):
         if rate is not None:
             move_rows(parameter.detach()[first:], rows - first if first else rows, values, -rate)
             return
-        if parameter.grad is not None:  # rows of an owner of those before
+        if parameter.grad is not None:  # an owner of other rows of the table has put theirs there
             before = parameter.grad
             rows, values = torch.cat([before._indices()[0], rows]), torch.cat([before._values(), values])
         parameter.grad = torch.sparse_coo_tensor(
