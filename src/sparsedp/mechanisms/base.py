@@ -37,7 +37,7 @@ class Step:
 
 
 Count = Callable[[float | None], dict[str, Tensor]]
-# Of a stream: all data at once, those of its first span, or at each new span those of that span.
+# Which data of a stream are counted: all at once, those of its first span, or those of each span when it begins.
 CountedData = Literal["all", "first", "running"]
 
 

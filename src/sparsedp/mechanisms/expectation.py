@@ -34,15 +34,15 @@ class RowCounts:
         return np.exp(xlog1py(self.counts, -self.rate)) if self.exact else np.exp(-self.mean)
 
     def all_chosen(self, chance: float = 1.0) -> Expected:
-        """If rows that may be selected are, with a probability that does not depend on who touches them."""
+        """What is expected if each row that may be selected is, with probability `chance`, whoever touches it."""
         each = self.chosen * chance
         return Expected(each, each * self.absent, each * self.mean)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """For a row of each group."""
+    """What is expected of a row of each group."""
 
     selected: np.ndarray  # the probability that it is selected
-    false: np.ndarray  # that it is selected and no unit touches it
+    false: np.ndarray  # the probability that it is selected and no unit touches it
     kept: np.ndarray  # how many units touch it and find it selected, on average

@@ -144,7 +144,10 @@ class FEST(Mechanism):
         return self.k // tables
 
     def _scores(self, tables: Mapping[str, TableSpec], count: Count, key: RandomKey) -> dict[str, np.ndarray]:
-        """The noise on a row's frequency is its own: that at the row's place in a sequence of the table's."""
+        """Public counts, or frequencies with noise, of each row of each table.
+
+        A row has its own noise: the number at the row's place in the sequence of its table.
+        """
         if self.counts is not None:
             return {name: self._public(name, table.rows) for name, table in tables.items()}
         scale = _selection_event(self.method, self.k, self.epsilon, self.delta)[1]

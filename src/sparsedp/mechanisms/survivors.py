@@ -40,7 +40,7 @@ def draw_survivors(
         untouched = within[untouched]
     if len(rows):
         at = np.minimum(np.searchsorted(rows, untouched), len(rows) - 1)
-        untouched = untouched[rows[at] != untouched]  # those have noise of their own
+        untouched = untouched[rows[at] != untouched]  # touched rows have noise of their own, drawn above
     return np.sort(np.concatenate([touched, untouched]), kind="stable")
 
 
