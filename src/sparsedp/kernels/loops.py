@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sparsedp.kernels.threads import on_all_cores, split
 
-LARGEST = 1e30  # norm of a unit's gradient, and of whatever it is a product of
+LARGEST = 1e30  # that the norm of a unit's gradient may be, and that of each factor of it
 _COMPILED_TYPES = {torch.float32, torch.float64, torch.int64, torch.int32, torch.bool}
 # Elements that are computed sooner than a thread is woken.
 _FEW = 1 << 17

@@ -19,7 +19,7 @@ _PAGEOUT = 21  # Linux: MADV_PAGEOUT, since 5.4
 def copy_mapped(target: Tensor, source: Tensor) -> None:
     """target = source, of the same shape. The last piece comes first: after a reading of the whole file, it is cached.
 
-    Whatever guards `target` is passed by.
+    The guard of a lazy table is not asked.
     """
     with without_subclasses():
         if not (target.is_contiguous() and source.is_contiguous()):
@@ -36,7 +36,7 @@ def copy_mapped(target: Tensor, source: Tensor) -> None:
 def _give_back(tensor: Tensor) -> None:
     """Lets the system have the pages at once, not only when it runs short: until then they count as the process's.
 
-    A mere advice: pages that are no file's stay as they are, and what is read again is read from the file again.
+    This is advice to the system: pages that belong to no file stay as they are, and what is read again comes from the file.
     """
     if sys.platform != "linux" or tensor.device.type != "cpu":
         return

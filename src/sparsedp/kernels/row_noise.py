@@ -154,7 +154,7 @@ def _fill_rows(out: np.ndarray, dim: int, rows: np.ndarray, std: np.ndarray, key
     half, second = len(radii) // LANES, len(radii)
     width = 2 * half
     blocks, drawn = (dim + width - 1) // width, min(half, dim)
-    i = block = 0  # counted on: a division for each block would take as long as drawing it
+    i = block = 0  # kept along: a division for each block would take as long as drawing it
     for begin in range(0, len(rows) * blocks, LANES):
         used = _place(start, rows, blocks, begin)
         _draw_rows(radii, points, words, moved, start, drawn)
@@ -196,7 +196,7 @@ def _add_rows(
     half, second = len(radii) // LANES, len(radii)
     width = 2 * half
     blocks, drawn = (dim + width - 1) // width, min(half, dim)
-    i = block = 0  # counted on: a division for each block would take as long as drawing it
+    i = block = 0  # kept along: a division for each block would take as long as drawing it
     for begin in range(0, len(rows) * blocks, LANES):
         used = _place(start, rows, blocks, begin)
         _draw_rows(radii, points, words, moved, start, drawn)
