@@ -30,11 +30,11 @@ def main() -> None:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="the folder of a finished run")
     for run in parser.parse_args().runs:
         print(run.name)
-        for line in look(run):
+        for line in describe(run):
             print(f"  {line}")
 
 
-def look(run: Path) -> list[str]:
+def describe(run: Path) -> list[str]:
     config = load_config(run / "private/config.yaml")
     data = config.data.load(config.code)
     held_out: Any = data.held_out
