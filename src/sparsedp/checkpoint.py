@@ -64,13 +64,16 @@ class Lineage:
     ledgers: dict[str, Ledger] = field(default_factory=dict)
 
     def add(self, ledger: Ledger) -> None:
-        """Of a checkpoint that is written now. Of many, the oldest are forgotten: what follows counts too much then."""
+        """Adds the ledger of a checkpoint that is written now.
+
+        Of many, the oldest are forgotten: going back to one of them is then charged too much, never too little.
+        """
         self.ledgers[secrets.token_hex(16)] = Ledger(list(ledger.entries), ledger.composition)
         while len(self.ledgers) > _MARKS:
             del self.ledgers[next(iter(self.ledgers))]
 
     def join(self, other: Lineage) -> None:
-        """Of a checkpoint that was read."""
+        """Adds the lineage of a checkpoint that was read."""
         self.ledgers = {**self.ledgers, **other.ledgers}
 
     def common(self, other: Lineage) -> Ledger:

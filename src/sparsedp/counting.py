@@ -119,7 +119,7 @@ def captured_forwards(
 
 
 def _of_users(loader: PrivateLoader, users: np.ndarray, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The examples of some users after the other, at most so many at a time, and how many there are of each user."""
+    """Some users at a time, with at most `most` examples or one user alone: their examples, and how many each has."""
     examples, sizes = loader.counted(users)
     ends = np.cumsum(sizes)
     for part in whole_users(sizes, most):

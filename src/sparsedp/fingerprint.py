@@ -92,7 +92,7 @@ class _Reader:
         """What is to be read next, the last first."""
         try:
             return list(islice(self._parts(value), self._values))[::-1]
-        except Exception:  # of an object that does not let itself be looked at: it equals nothing, not even itself
+        except Exception:  # an object that cannot be inspected: it equals nothing, not even itself
             self.digest.update(os.urandom(16))
             return []
 
@@ -100,14 +100,14 @@ class _Reader:
         self.digest.update(f"{len(text)}:{text}".encode(errors="surrogatepass"))
 
     def _write_bytes(self, data: Any) -> None:
-        """The first part, if there is not room for all."""
+        """Writes the bytes, or their first part if there is not room for all."""
         view = memoryview(data).cast("B")
         self._write(str(view.nbytes))
         self.digest.update(view[: self._room])
         self._room -= min(self._room, view.nbytes)
 
     def _is_plain(self, value: Any) -> bool:
-        """Writes numbers and texts. Subclasses of these may have attributes, and are no plain values."""
+        """Writes a number or a text; False for any other value. Subclasses of these may have attributes: they are others."""
         kind = type(value)
         if value is None or kind is bool or kind is float or kind is complex:
             self._write(repr(value))
@@ -122,7 +122,7 @@ class _Reader:
         return True
 
     def _is_new(self, key: Any, value: Any) -> bool:
-        """False, and written, for what was read before."""
+        """Whether a value is read for the first time. If not, a reference to the first time is written."""
         if key in self._seen:
             self._write(f"again {self._seen[key][0]}")
             return False
@@ -130,7 +130,7 @@ class _Reader:
         return True
 
     def _parts(self, value: Any) -> Iterable[Any]:
-        """What is yet to be read of a value, the rest being written."""
+        """Writes what can be written of a value at once, and gives its parts, which are yet to be read."""
         kind = type(value)
         if kind is dict:
             self._write(str(len(value)))

@@ -50,7 +50,7 @@ def unwatch(module: nn.Module) -> None:
     watched = list(_watched(module))
     kept: set[int] = set()
     try:
-        for one in reversed(watched):  # parts before what they are parts of, which need not ask them again
+        for one in reversed(watched):  # parts before the modules that hold them, which need not ask them again
             if one.changed():
                 kept |= {id(part) for part in one.module.modules()}
             else:
@@ -71,7 +71,7 @@ def loading(module: nn.Module) -> Callable[[], None]:
     before = [(one, one.changed_attributes()) for one in _watched(module)]
 
     def loaded() -> None:
-        for one, changed in reversed(before):  # parts before what they are parts of
+        for one, changed in reversed(before):  # parts before the modules that hold them
             one.renew(changed)
 
     return loaded
@@ -294,7 +294,7 @@ class _Watched:
 class _WatchedReduction:
     """Stands in the attribute `__reduce_ex__` of a module whose class has a way of its own to be pickled.
 
-    What its state is may leave `state_dict` out, and then pickle would not ask.
+    The state that it gives may leave out the attribute `state_dict`, and the watch that stands there.
     """
 
     def __init__(self, watched: _Watched) -> None:

@@ -40,14 +40,17 @@ def read_key(key: bytes | str | os.PathLike[str]) -> bytes:
 
 
 def sign(key: bytes, content: Mapping[str, Any]) -> str:
-    """Of plain values and tensors, in any nesting; the tensors are read piece by piece."""
+    """The signature of plain values and tensors, in any nesting; the tensors are read piece by piece."""
     code = hmac.new(key, b"checkpoint", "sha256")
     _add(code.update, content)
     return code.hexdigest()
 
 
 def sign_order(key: bytes, arrays: Iterable[np.ndarray]) -> str:
-    """Of which examples belong together, such as those of a user or of a span. Without the key it tells nothing of them."""
+    """The signature of which examples belong together, such as those of a user or of a span.
+
+    Without the key it tells nothing of them.
+    """
     code = hmac.new(key, b"order", "sha256")
     for array in arrays:
         code.update(f"{array.dtype.str} {array.shape}".encode() + np.ascontiguousarray(array).tobytes())

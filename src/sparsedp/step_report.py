@@ -69,7 +69,7 @@ class StepTally:
         self.examples = 0
         self._touched = torch.empty(0, dtype=torch.long)  # global rows
         self._norms: list[Tensor] = []  # of the units' gradients
-        self._masses: list[tuple[Tensor, Tensor]] = []  # of the tables', squared, and what the selection left of them
+        self._masses: list[tuple[Tensor, Tensor]] = []  # squared norms on tables, and what the selection left of them
 
     def add(self, units: int, examples: int, touched: Tensor, norms: Tensor) -> None:
         """Counts a physical batch, with the global rows that it touches and the norms of its units' gradients."""

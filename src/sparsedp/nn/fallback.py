@@ -114,7 +114,7 @@ class FallbackEmbeddingBag(_Fallback, nn.EmbeddingBag):
 
 
 def _padding(index: int | None, rows: int) -> int | None:
-    """Counted from the end of the ids, which is not the end of the table."""
+    """The id of padding, from 0 on: a negative one counts from the end of the ids, which is not the end of the table."""
     if index is None:
         return None
     if not -rows <= index < rows:

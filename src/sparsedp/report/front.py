@@ -70,7 +70,7 @@ class Setting:
 
     @property
     def reduction(self) -> float | None:
-        """None if no table is trained."""
+        """How many times smaller the tables' gradient is than a dense one; None if no table is trained."""
         dense = self._mean("dense_gradient_size")
         return dense / max(1.0, self._mean("gradient_size")) if dense else None
 
