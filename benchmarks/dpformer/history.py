@@ -53,7 +53,7 @@ def describe(run: Path) -> list[str]:
 
 @torch.no_grad()
 def attention(model: DPFormer, history: Tensor) -> list[str]:
-    """Of each block: standard deviations over the keys of a query, averaged over the queries that have two or more."""
+    """A line for each block: standard deviations over the keys of a query, averaged over queries with two or more."""
     lines = []
     for number, block in enumerate(model.blocks, 1):
         attentions: list[tuple[Tensor, Tensor | None]] = []

@@ -83,7 +83,7 @@ def run_page(args: argparse.Namespace) -> int:
 
 
 def _require_matplotlib() -> None:
-    """To know it after a long run would be late."""
+    """Raises now, rather than after a long run, if the plots could not be drawn."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -46,7 +46,7 @@ class _Call:
 
     @property
     def elements(self) -> int:
-        """Of one unit's gradient of the weight, written out; none for a table, whose rows take little."""
+        """Elements of one unit's gradient of the weight, written out; 0 for a table, whose rows take little."""
         return self.inputs.shape[1] * self.output.shape[1] if isinstance(self.layer, nn.Linear) else 0
 
 

@@ -30,13 +30,13 @@ def positive_number(text: str) -> float:
 
 
 def default_text(full: Mapping[str, Any], quick: Mapping[str, Any], key: str) -> str:
-    """For an option's help: what it is without being given."""
+    """For an option's help: its default."""
     shown = [", ".join(map(str, of[key])) if isinstance(of[key], tuple) else f"{of[key]:g}" for of in (full, quick)]
     return f"(default: {shown[0]}; {shown[1]} with --quick)"
 
 
 def prepare_output(args: argparse.Namespace) -> None:
-    """Refuses what could not be written. To know it after the run would be late."""
+    """Refuses before the run what could not be written after it."""
     if args.json is not None and not args.json.absolute().parent.is_dir():
         raise SparseDPError(f"There is no folder '{args.json.parent}' to write '{args.json.name}' into.")
     if args.plots is not None:

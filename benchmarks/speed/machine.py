@@ -24,7 +24,7 @@ def machine() -> dict[str, Any]:
 
 
 def total_memory() -> int:
-    """Of the machine, in bytes."""
+    """The memory of the machine, in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

@@ -20,7 +20,7 @@ def markdown_table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
 
 
 def _is_number(cell: str) -> bool:
-    """As these tables write them, with or without a unit."""
+    """Whether a cell is a number as these tables write them, with or without a unit."""
     return cell in ("", "-") or cell.lstrip("-")[0].isdigit()
 
 
@@ -40,7 +40,7 @@ def megabytes(row: Mapping[str, Any], tables: int | None = None) -> str:
 
 
 def number(value: float) -> str:
-    """With three digits, or all before the point."""
+    """A number with three digits, or all of those before the point."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
@@ -90,7 +90,7 @@ def memory_along(rows: Rows, key: str, names: Mapping[str, str]) -> str:
 
 
 def _values(rows: Rows, key: str) -> tuple[list[Any], list[str]]:
-    """Of a quantity, in their order, and as heads of columns."""
+    """The values of a quantity in their order, and as heads of columns."""
     values = list(dict.fromkeys(row["setting"][key] for row in rows))
     values = values if isinstance(values[0], str) else sorted(values)
     return values, [value if isinstance(value, str) else f"{value:g}" for value in values]

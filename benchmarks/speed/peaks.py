@@ -40,7 +40,7 @@ class Peak:
 
 
 def peaks(make: Callable[..., Runs], args: tuple, small: tuple) -> dict[str, Peak]:
-    """Of each of the runs that `make(*args)` returns; `make(*small)` are the same runs on something small.
+    """The peak of each of the runs that `make(*args)` returns; `make(*small)` are the same runs on something small.
 
     `make` is a function of a module, which another process calls.
     """
@@ -65,7 +65,7 @@ def _forked(make: Callable[..., Runs], args: tuple, small: tuple, threads: int) 
 
 
 def _give_back() -> None:
-    """Freed memory that the allocator still has would hide what a step takes."""
+    """Returns freed memory to the system: what the allocator still has would hide what a step takes."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
     if trim is not None:
         trim(0)

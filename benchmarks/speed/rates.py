@@ -130,7 +130,7 @@ class Rates:
         return self._once(("scatter", width), measure)
 
     def normals(self) -> float:
-        """Numbers in a second."""
+        """Normal numbers drawn in a second."""
 
         def measure() -> float:
             values, noise, steps = torch.empty(_NUMBERS), GaussianNoise(RandomKey.from_os()), iter(range(1 << 60))
@@ -208,5 +208,5 @@ class Rates:
 
 
 def _rounded(width: int) -> int:
-    """To a power of two, upwards: few widths are measured, and longer rows take less time for each byte."""
+    """A width rounded up to a power of two: few widths are measured, and longer rows take less time for each byte."""
     return 1 << (width - 1).bit_length()

@@ -23,13 +23,13 @@ def memory_of(status: bytes, key: bytes) -> int:
 
 
 def memory_now(key: bytes = b"RssAnon") -> int:
-    """Of this process."""
+    """A field of the status of this process, in bytes: by default its anonymous memory now."""
     with open("/proc/self/status", "rb") as file:
         return memory_of(file.read(), key)
 
 
 def can_watch() -> bool:
-    """Whether the system tells: Linux does, since 4.5."""
+    """Whether the system tells how much anonymous memory a process has: Linux does, since 4.5."""
     try:
         return memory_now() > 0
     except (OSError, StopIteration):

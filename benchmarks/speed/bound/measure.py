@@ -40,7 +40,7 @@ WARMUP = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of all workloads."""
+    """The sizes of all workloads."""
 
     batch: int = 2048  # of the click models and the dual encoder
     scale: float = 1.0  # pCTR: Criteo's vocabularies times this

@@ -39,7 +39,7 @@ class Setting:
 
     @property
     def table_bytes(self) -> int:
-        """Of both towers' tables, which have a row for padding."""
+        """Bytes of both towers' tables, which have a row for padding."""
         return 2 * 4 * DIM * (self.items + 1)
 
     def __str__(self) -> str:

@@ -79,7 +79,7 @@ class Power:
 
 
 def fit_power(x: Sequence[float], y: Sequence[float]) -> Power | None:
-    """None with fewer than two different x."""
+    """The power that fits best; None with fewer than two different x."""
     if len(set(x)) < 2:
         return None
     log_x, log_y = [math.log(value) for value in x], [math.log(value) for value in y]

@@ -71,7 +71,7 @@ def along(result: Mapping[str, Any], model: str) -> dict[str, Fits]:
 
 
 def range_of(fits: Fits) -> str:
-    """The widest of the variants'."""
+    """The widest range of values among the variants."""
     return f"{min(fit['first'] for fit in fits.values()):,} to {max(fit['last'] for fit in fits.values()):,}"
 
 

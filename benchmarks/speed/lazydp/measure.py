@@ -230,7 +230,7 @@ def _measure(setting: Setting, names: list[str], repeats: int, slow_repeats: int
 
 
 def _time_settling(variant: Variant, renew: Callable[[], None]) -> Timing:
-    """Of all tables, at the end of training. Aggregated, it takes as long after one step as after a thousand."""
+    """Times settling all tables, at the end of training. Aggregated, it takes as long after one step as after a thousand."""
     assert variant.settle is not None
     seconds = []
     for _ in range(_SETTLINGS):

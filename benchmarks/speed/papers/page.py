@@ -71,7 +71,7 @@ def _shown(value: Value) -> str:
 
 
 def _setting(part: str, result: Mapping[str, Any] | None) -> str:
-    """Of our counterparts."""
+    """The setting of our counterparts."""
     if result is None:
         return f"`python -m benchmarks {part}` was not run"
     if part == "vocabulary":

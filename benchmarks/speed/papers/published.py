@@ -89,7 +89,7 @@ def ratios(results: Results, part: str, upper: str, lower: str, quantity: str | 
 
 
 def stage_shares(results: Results, variant: str, stages: Sequence[str], quantity: str | None) -> Along:
-    """Of a step of the part `lazydp`, in per cent of the sum of all stages."""
+    """Time of some stages of a step of the part `lazydp`, in per cent of that of all stages."""
     return {
         value: 100 * sum(row["stages"].get(stage, 0.0) for stage in stages) / sum(row["stages"].values())
         for value, row in rows_along(results, "lazydp", variant, quantity).items()

@@ -238,7 +238,7 @@ def _read(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> Non
 
 
 def _why(code: int, errors: str) -> str:
-    """Of a process that ended early. What the system kills, it kills for memory."""
+    """Why a process ended early. What the system kills, it kills for memory."""
     if code == -signal.SIGKILL or any(words in errors.lower() for words in OUT_OF_MEMORY):
         return "out of memory"
     last = (errors.strip().splitlines() or ["no message"])[-1][:300]

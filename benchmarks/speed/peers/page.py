@@ -59,7 +59,7 @@ def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
 
 
 def setting(result: Mapping[str, Any]) -> str:
-    """One sentence."""
+    """The problem that all peers are given, in one sentence."""
     problem = result["problem"]
     return (
         f"one table of dim {problem['dim']}, {problem['ids']} ids for each example, whose rows side by side go through layers of "
@@ -71,7 +71,7 @@ def setting(result: Mapping[str, Any]) -> str:
 
 
 def epsilon(peer: Mapping[str, Any]) -> str:
-    """With what computed it; a dash without privacy. JSON has null for infinity."""
+    """The epsilon and what computed it; a dash without privacy. JSON has null for infinity."""
     if "epsilon" not in peer:
         return "-"
     return "infinite" if peer["epsilon"] is None else f"{peer['epsilon']:.3f} ({peer['accountant']})"

@@ -28,7 +28,7 @@ def _linear(weights: Weights, name: str, inputs: Any) -> Any:
 
 
 def model_loss(weights: Weights, ids: Any, target: Any) -> Any:
-    """Of one example: ids [ids], target scalar."""
+    """The loss of one example: ids [ids], target scalar."""
     hidden = jax.nn.relu(_linear(weights, "hidden", weights["emb.weight"][ids].reshape(-1)))
     logit = _linear(weights, "out", hidden)[0]
     return jax.nn.softplus(logit) - target * logit
@@ -65,7 +65,7 @@ def make_step(variant: str, problem: Problem) -> Callable[[int], None]:
 
 
 def epsilon(variant: str, problem: Problem) -> tuple[float, str]:
-    """With the accountant of JAX Privacy's own training loop (`keras_api`)."""
+    """Epsilon by the accountant of JAX Privacy's own training loop (`keras_api`)."""
     accountant = accounting.DpsgdTrainingAccountant(dp_accountant_config=accounting.PldAccountantConfig())
     parameters = accounting.DpParams(
         noise_multipliers=problem.noise_multiplier,

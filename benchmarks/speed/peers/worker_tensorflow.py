@@ -97,7 +97,7 @@ def make_step(variant: str, problem: Problem) -> Callable[[int], None]:
 
 
 def epsilon(variant: str, problem: Problem) -> tuple[float, str]:
-    """From the text of TF-Privacy's own statement."""
+    """Epsilon, from the text of TF-Privacy's own statement."""
     statement = tensorflow_privacy.compute_dp_sgd_privacy_statement(
         number_of_examples=problem.examples,
         batch_size=problem.batch,
@@ -162,7 +162,7 @@ def clipped_sum(variant: str, case: Case) -> dict[str, np.ndarray]:
 
 
 def _weights(model: Any) -> dict[str, np.ndarray]:
-    """By PyTorch's names; a table that two layers own counts as the first one's."""
+    """The weights by PyTorch's names; a table that two layers own counts as the first one's."""
     variables = {
         variable.ref(): (layer.name, variable) for layer in reversed(model.layers) for variable in layer.weights
     }
