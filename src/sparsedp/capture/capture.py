@@ -288,6 +288,8 @@ class Capture:
         data: list[Tensor] = []
         shared = drawn = False
         for tensor in operands_of(args, kwargs):
+            if self._memory.handed_out:
+                self._memory.require_unchanged(tensor)
             key = id(tensor)
             entry = known.entries.get(key)
             if entry is not None:
@@ -316,7 +318,10 @@ class Capture:
         if kwargs or is_in_place(name):
             target = written_tensor(name, args, kwargs)
             if target is not None:
-                return self._writes.run(name, func, args, kwargs, target, data, expressions, shared)
+                out = self._writes.run(name, func, args, kwargs, target, data, expressions, shared)
+                if self._memory.handed_out:
+                    self._memory.note_write(target)
+                return out
         if expressions and data and name in SHAPE_ONLY:
             # Only the first operand's values count.
             expressions, data = ([], data) if self.is_data(args[0]) else (expressions, [])
@@ -373,7 +378,7 @@ class Capture:
             self._state.taken_out = name
         if name in _HANDING_OUT_MEMORY:
             for tensor in data:
-                self._memory.add(tensor)
+                self._memory.hand_out(tensor, name)
         if plain_name(name) not in AXIS_RULES:
             return self._results.run_unfollowed(name, func, args, kwargs, data)
         out = func(*args, **kwargs)

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor
 
-from sparsedp._torch import StorageWeakRef
+from sparsedp._torch import StorageWeakRef, without_functions
 from sparsedp.capture.forward_pass import ForwardPass, HasUnits
 from sparsedp.capture.module_state import ModuleState
 from sparsedp.capture.tensors import CONSTANT, EARLIER, KnownTensors, memory_of
 from sparsedp.capture.units import UnitData
+from sparsedp.errors import UnsupportedError
+
+
+class HandedOut(NamedTuple):
+    """Memory of units that somebody outside of torch can write to."""
+
+    operation: str  # that handed it out
+    tensor: Tensor  # which has the memory
+    values: Tensor  # as they were then, byte by byte
 
 
 class UnitMemory:
@@ -20,28 +32,55 @@ class UnitMemory:
         self._written: dict[int, Tensor] = {}
         # In earlier passes, as long as it lives, and of which batch the units were.
         self._earlier: dict[int, tuple[StorageWeakRef, HasUnits]] = {}
+        self.handed_out: dict[int, HandedOut] = {}  # in this forward pass, until its uses are collected
 
     def begin(self) -> None:
         """Before a forward pass."""
         if self._earlier:
             self._earlier = {memory: entry for memory, entry in self._earlier.items() if not entry[0].expired()}
-        self._written = {}
+        self._written, self.handed_out = {}, {}
 
     def end(self) -> None:
         """After a forward pass."""
+        self.require_unchanged()
         for memory, tensor in self._written.items():
             self._earlier[memory] = StorageWeakRef(tensor.untyped_storage()), self._current.batch
         self._written = {}
 
     def clear(self) -> None:
-        """Lets go of the memory of this pass."""
-        self._written = {}
+        """Lets go of the memory of this pass, whose uses are collected."""
+        self.require_unchanged()
+        self._written, self.handed_out = {}, {}
 
     def add(self, tensor: Tensor) -> int:
         """Units are in the memory of a tensor, and others may share it unseen."""
         memory = memory_of(tensor)
         self._written[memory] = tensor.detach()
         return memory
+
+    def hand_out(self, tensor: Tensor, operation: str) -> None:
+        """An operation gives the memory of a tensor to somebody who can write to it unseen, such as numpy."""
+        memory = self.add(tensor)
+        if memory > 0:
+            self.handed_out[memory] = HandedOut(operation, tensor.detach(), _values(tensor).clone())
+
+    def require_unchanged(self, tensor: Tensor | None = None) -> None:
+        """Raises if memory that was handed out was changed unseen: that of a tensor, or any."""
+        if not self.handed_out:
+            return
+        entries = self.handed_out.values() if tensor is None else [self.handed_out.get(memory_of(tensor))]
+        for entry in entries:
+            if entry is not None and not _is_equal(_values(entry.tensor), entry.values):
+                raise UnsupportedError(
+                    f"The memory of an activation was given away by '{entry.operation}' and then changed where capture does not "
+                    "see it, which may mix units. Change a copy, such as x.numpy().copy(), or use torch operations."
+                )
+
+    def note_write(self, target: Tensor) -> None:
+        """An operation that was seen changed a tensor in place."""
+        entry = self.handed_out.get(memory_of(target))
+        if entry is not None:
+            entry.values.copy_(_values(entry.tensor))
 
     def lose(self, tensor: Tensor) -> None:
         """Units may have been written anywhere into a tensor."""
@@ -81,3 +120,14 @@ class UnitMemory:
             tensors[tensor] = CONSTANT
             return False
         return True
+
+
+def _values(tensor: Tensor) -> Tensor:
+    """All bytes of the memory that a tensor is a view of."""
+    with without_functions():
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.detach().untyped_storage())
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    with without_functions():
+        return torch.equal(one, other)
