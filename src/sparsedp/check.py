@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSparse
+from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSparse, join_digests
 from sparsedp.clipping import Clipping
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnitsMixedError
 from sparsedp.refusals import refuse_module
@@ -99,8 +99,16 @@ def _compare(trial: _Trial, batch: Any, total: int, units: int, take: Callable[[
         trial.draws.alone(index)
         reference = trial.ordinary(alone, index)
         trial.draws.alone(index)
-        by_capture = trial.captured(alone, 1).gradient(0)
+        captured_alone = trial.captured(alone, 1)
+        by_capture = captured_alone.gradient(0)
         among = together.gradient(index)
+        public = captured_alone.public
+        if captured_alone.digests != together.digests:
+            raise UnitsMixedError(
+                "The loss has terms that depend on parameters alone (penalties), and they are not the same for one unit and for "
+                f"{total}. Nothing clips such a term: it must not depend on the batch, nor on how many units that has."
+            )
+        reference = {name: value - public.get(name, 0.0) for name, value in reference.items()}
         size = max(float(value.norm()) for value in reference.values()) or 1.0
         for name, wanted in reference.items():
             gap = _gap(by_capture.get(name), wanted, size)
@@ -157,6 +165,11 @@ class _Observed:
 
     def __init__(self, captured: Captured, scale: float, shapes: Mapping[str, torch.Size]) -> None:
         self._captured, self._scale, self._shapes = captured, scale, shapes
+        self.digests = join_digests(captured.terms)
+        self.public: Gradients = {}  # of the terms of the loss that depend on parameters alone
+        for term in captured.terms:
+            for name, value in term.gradients().items():
+                self.public[name] = self.public.get(name, 0.0) + value
 
     def norms(self) -> Tensor:
         squares = {name: uses.squared_norms(self._captured.units) for name, uses in self._captured.uses.items()}

@@ -274,13 +274,12 @@ class Reference:
         return self._derived(_forward(self._case, self._module, batch) - penalty)
 
     def penalty(self, weights: Weights) -> Weights:
-        """The gradient of what depends on parameters alone, at `weights`; beside a sum over units, in the scale of their mean."""
+        """The gradient of what depends on parameters alone, at `weights`."""
         if self._case.penalty is None:
             return {name: torch.zeros_like(value, dtype=torch.float64) for name, value in weights.items()}
         self._set(weights)
         assert self._module is not None
-        scale = 1.0 if self._case.loss_reduction == "mean" else 1 / EXPECTED_BATCH
-        return self._derived(scale * self._case.penalty(self._module))
+        return self._derived(self._case.penalty(self._module))
 
     def _derived(self, loss: Tensor) -> Weights:
         assert self._module is not None
@@ -299,15 +298,16 @@ class Reference:
                     parameter.copy_(weights[name])
 
     def shares(self, step: int, weights: Weights) -> list[Weights]:
-        """The clipped gradient of each of the step's examples at `weights`, over the expected batch size."""
+        """The clipped gradient of each of the step's examples at `weights`; of a mean, over the expected batch size."""
         earlier = self._shares.get(step)
         if earlier is not None and all(_close(weights[name], value) for name, value in earlier[0].items()):
             return earlier[1]
         self._set(weights)
         shares = []
+        divisor = EXPECTED_BATCH if self._case.loss_reduction == "mean" else 1
         for index in DRAWN[step]:
             gradient = self.gradient(index)
-            factor = self.max_norm / max(_norm(gradient), self.max_norm) / EXPECTED_BATCH
+            factor = self.max_norm / max(_norm(gradient), self.max_norm) / divisor
             shares.append({name: factor * value for name, value in gradient.items()})
         self._shares[step] = (weights, shares)
         return shares
