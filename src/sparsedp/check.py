@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSparse, join_digests
 from sparsedp.clipping import Clipping
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnitsMixedError
+from sparsedp.nn import replaced
 from sparsedp.refusals import refuse_module
 from sparsedp.sampling import BatchInfo, PrivateLoader, collate_anew
 
@@ -54,6 +55,7 @@ def check(
     loss_reduction: str = "mean",
     take: Callable[[Any, list[int]], Any] | None = None,
     data_loader: DataLoader | None = None,
+    replace_recurrent: bool = False,
 ) -> CheckReport:
     """Raises, naming the parameter and the likely cause, if `module` and `loss_fn` do not keep units apart.
 
@@ -65,12 +67,14 @@ def check(
     With a `data_loader`, the user's own or the private one, batches are made of examples of its data set by its collate
     function, anew for each unit alone. That also finds what the collate function makes of a whole batch: the length of its
     longest example, or a number to divide by, which is refused by its name. `batch` may then be left out.
+
+    `replace_recurrent` is as in `make_private`.
     """
     if batch is None and data_loader is None:
         raise SparseDPError("There is nothing to check on: give check a batch, or data_loader=.")
     if batch is None and take is not None:
         raise SparseDPError("take picks units out of a batch: without a batch leave it out.")
-    trial = _Trial(module, loss_fn, loss_reduction)
+    trial = _Trial(module, loss_fn, loss_reduction, replace_recurrent)
     found = []
     if batch is not None:
         choose = take or _take
@@ -196,12 +200,18 @@ class _Observed:
 class _Trial:
     """Runs a float64 copy of the module on batches, captured or not."""
 
-    def __init__(self, module: nn.Module, loss_fn: Callable[..., Tensor], loss_reduction: str) -> None:
+    def __init__(
+        self, module: nn.Module, loss_fn: Callable[..., Tensor], loss_reduction: str, replace_recurrent: bool
+    ) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
-        refuse_module(module)
+        if not replace_recurrent:
+            refuse_module(module)
         self._original = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self._module = copy.deepcopy(module).cpu().double()
+        if replace_recurrent:
+            replaced.replace_recurrent(self._module)
+            refuse_module(self._module)
         self._loss_fn, self.reduction = loss_fn, loss_reduction
         self.draws = RepeatedDraws()
         self.parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}

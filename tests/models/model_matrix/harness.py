@@ -348,6 +348,7 @@ def _steps(case: Case, rows: list[Any], reference: Reference, name: str) -> tupl
             module, private, loader = engine.make_private(
                 module=module, optimizer=optimizer, data_loader=_loader(case, rows), noise_multiplier=0.0,
                 max_grad_norm=max_norm, mechanism=MECHANISMS[name](), loss_reduction=case.loss_reduction,
+                replace_recurrent=True,
             )  # fmt: skip
             for step, batch in enumerate(loader):
                 place = f"batch of {len(DRAWN[step])}"
@@ -426,15 +427,14 @@ def _factors(shares: list[Weights], changes: Weights) -> list[float]:
 
 
 def _check(case: Case, rows: list[Any]) -> Outcome:
+    settings: dict[str, Any] = {"units": 3, "loss_reduction": case.loss_reduction, "replace_recurrent": True}
     try:
         module = _built(case)
         if case.collate is None:
             batch = default_collate([rows[index] for index in DRAWN[0]])
-            sparsedp.check(module, case.loss, batch, units=3, loss_reduction=case.loss_reduction)
+            sparsedp.check(module, case.loss, batch, **settings)
         else:
-            sparsedp.check(
-                module, case.loss, data_loader=_loader(case, rows), units=3, loss_reduction=case.loss_reduction
-            )
+            sparsedp.check(module, case.loss, data_loader=_loader(case, rows), **settings)
     except sparsedp.SparseDPError as error:
         return Outcome("refused", _one_line(error))
     except Exception as error:
