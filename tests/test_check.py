@@ -270,3 +270,18 @@ def test_other_errors_are_the_models_own() -> None:
 
     with pytest.raises(RuntimeError, match="shape"):
         sparsedp.check(Fails(), nn.functional.mse_loss, (torch.arange(6), torch.randn(6)))
+
+
+def test_functions_in_a_module_refer_to_the_copy() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4)
+            self.to_logits = lambda hidden, *, scale=0.5: scale * hidden @ self.table.weight.T
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.to_logits(self.table(ids).tanh())
+
+    module = Tied()
+    report = sparsedp.check(module, F.cross_entropy, (torch.arange(6), torch.arange(6)))
+    assert report.parameters == 1 and module.table.weight.grad is None

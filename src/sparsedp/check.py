@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -254,7 +255,7 @@ class _Trial:
             refuse_module(module)
         self._original = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.dtype = dtype
-        self._module = copy.deepcopy(module).cpu().to(dtype)
+        self._module = _copied(module).cpu().to(dtype)
         if replace_recurrent:
             replaced.replace_recurrent(self._module)
             refuse_module(self._module)
@@ -348,6 +349,23 @@ class _Trial:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy of a module. Functions that it keeps, such as `lambda h: h @ self.table.weight.T`, refer to the copy's parts."""
+    memo: dict[int, Any] = {}
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, FunctionType) and value.__closure__:
+                cells = [cell.cell_contents for cell in value.__closure__]
+                if any(id(content) in memo for content in cells):
+                    closure = tuple(CellType(memo.get(id(content), content)) for content in cells)
+                    part.__dict__[name] = FunctionType(
+                        value.__code__, value.__globals__, value.__name__, value.__defaults__, closure
+                    )
+                    part.__dict__[name].__kwdefaults__ = value.__kwdefaults__
+    return copied
 
 
 def _not_finite(wrong: list[str]) -> NonFiniteGradientError:
