@@ -57,7 +57,7 @@ from sparsedp.capture.randomness import COUNTING, TRAINING, WITHOUT_GRADIENT, Dr
 from sparsedp.capture.results import Results
 from sparsedp.capture.scripted import ScriptedFunctions
 from sparsedp.capture.tape import Tape
-from sparsedp.capture.tensors import SHARED, Constant, Derived, KnownTensors
+from sparsedp.capture.tensors import CONSTANT, SHARED, Constant, Derived, KnownTensors
 from sparsedp.capture.terms import require_public, sign_of_term
 from sparsedp.capture.unit_memory import UnitMemory
 from sparsedp.capture.units import Mixed, UnitAxis, UnitData
@@ -211,7 +211,7 @@ class Capture:
         if not self._pass.modules:
             if torch.is_grad_enabled():
                 self._watch_outputs(output)
-            changed = self._state.changed()
+            changed = self._state.changed(lambda tensor: self._known.get(tensor) is CONSTANT)
             self._memory.end()
             self._state.storages = {}
             self.require_history()
