@@ -220,3 +220,68 @@ def test_infinite_masks_pass() -> None:
         lambda m, x: m.l(x).masked_fill(torch.tensor([False, True, False]), -math.inf).softmax(-1), l=nn.Linear(4, 3)
     )
     sparsedp.check(model, lambda out, y: out[:, 0].mean(), (torch.randn(8, 4), torch.zeros(8)))
+
+
+class WritesFloat(nn.Module):
+    """Goes through float32 by itself, so that it does not run in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.out = nn.Embedding(9, 4), nn.Linear(4, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(ids).float()
+        return self.out(hidden)[:, 0]
+
+
+@pytest.mark.parametrize("mixed", [0.1, 0.005])
+def test_a_model_that_does_not_run_in_float64_is_checked_in_float32(mixed: float) -> None:
+    batch = (torch.arange(6), torch.randn(6))
+    report = sparsedp.check(WritesFloat(), nn.functional.mse_loss, batch)
+    assert report.dtype == torch.float32 and "in float32" in str(report)
+    assert 0 < report.largest_difference < 1e-5
+
+    def mixing(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return ((output - mixed * output.mean()) - target).square().mean()
+
+    with pytest.raises(UnitsMixedError):
+        sparsedp.check(WritesFloat(), mixing, batch)
+    with pytest.raises(UnitsMixedError, match="loss_reduction='sum'"):
+        sparsedp.check(WritesFloat(), lambda output, target: (output - target).square().sum(), batch)
+
+
+def test_numbers_that_forward_makes_are_float64_as_well() -> None:
+    class MakesZeros(WritesFloat):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            hidden = torch.cat([self.table(ids)[:, :2], torch.zeros(len(ids), 2)], 1)
+            return self.out(hidden)[:, 0] + torch.zeros(len(ids), 4) @ torch.ones(4)
+
+    before = torch.get_default_dtype()
+    report = sparsedp.check(MakesZeros(), nn.functional.mse_loss, (torch.arange(6), torch.randn(6)))
+    assert report.dtype == torch.float64 and "float32" not in str(report)
+    assert torch.get_default_dtype() == before
+
+
+def test_other_errors_are_the_models_own() -> None:
+    class Fails(WritesFloat):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.table(ids).view(7, -1)[:, 0]
+
+    with pytest.raises(RuntimeError, match="shape"):
+        sparsedp.check(Fails(), nn.functional.mse_loss, (torch.arange(6), torch.randn(6)))
+
+
+def test_functions_in_a_module_refer_to_the_copy() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(9, 4)
+            self.to_logits = lambda hidden, *, scale=0.5: scale * hidden @ self.table.weight.T
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.to_logits(self.table(ids).tanh())
+
+    module = Tied()
+    report = sparsedp.check(module, F.cross_entropy, (torch.arange(6), torch.arange(6)))
+    assert report.parameters == 1 and module.table.weight.grad is None

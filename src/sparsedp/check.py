@@ -1,4 +1,4 @@
-"""Proves a model and its loss fit for private training, on some examples, in float64.
+"""Proves a model and its loss fit for private training, on some examples, in float64 where the model can.
 
 For some units of the batch, three gradients are compared: (a) the one that ordinary autograd gives for the unit alone,
 (b) the captured one for the unit alone, (c) the captured one for the unit among the others. If (a) and (b)
@@ -9,39 +9,51 @@ others are collated anew, so that what the collate function makes of a whole bat
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSparse
+from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSparse, join_digests
 from sparsedp.clipping import Clipping
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnitsMixedError
+from sparsedp.nn import replaced
 from sparsedp.refusals import refuse_module
 from sparsedp.sampling import BatchInfo, PrivateLoader, collate_anew
 
-_TOLERANCE = 1e-6
+# Of a unit's gradient. In float32 rounding is some 1e-7 in each operation and grows with the depth of a model and with the root
+# of the number of terms of a sum: 1e-3 is above that, and below what batch statistics or a divisor of the batch change.
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 _COLLATED = 16  # examples of a data loader that are looked at together, if its batches are not smaller
 Gradients = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What was compared, and the largest relative difference that was found."""
+    """What was compared, in which type of numbers, and the largest relative difference that was found."""
 
     units: int
     parameters: int
     largest_difference: float
+    dtype: torch.dtype = torch.float64
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"Checked {self.parameters} parameters on {self.units} units: captured gradients are exact, "
             "units do not mix, "
             f"clipping holds (largest relative difference {self.largest_difference:.1e})."
+        )
+        if self.dtype == torch.float64:
+            return text
+        return (
+            f"{text} The model does not run in float64, so this was in float32, where differences up to "
+            f"{_TOLERANCES[self.dtype]:.0e} pass for rounding."
         )
 
 
@@ -54,6 +66,7 @@ def check(
     loss_reduction: str = "mean",
     take: Callable[[Any, list[int]], Any] | None = None,
     data_loader: DataLoader | None = None,
+    replace_recurrent: bool = False,
 ) -> CheckReport:
     """Raises, naming the parameter and the likely cause, if `module` and `loss_fn` do not keep units apart.
 
@@ -65,24 +78,56 @@ def check(
     With a `data_loader`, the user's own or the private one, batches are made of examples of its data set by its collate
     function, anew for each unit alone. That also finds what the collate function makes of a whole batch: the length of its
     longest example, or a number to divide by, which is refused by its name. `batch` may then be left out.
+
+    `replace_recurrent` is as in `make_private`.
     """
     if batch is None and data_loader is None:
         raise SparseDPError("There is nothing to check on: give check a batch, or data_loader=.")
     if batch is None and take is not None:
         raise SparseDPError("take picks units out of a batch: without a batch leave it out.")
-    trial = _Trial(module, loss_fn, loss_reduction)
-    found = []
+    comparisons: list[_Comparison] = []
     if batch is not None:
         choose = take or _take
         total = _count(batch) if take is None else len_of(batch)
-        found.append(_compare(trial, _to_double(batch), total, units, lambda whole, unit: choose(whole, [unit])))
+        comparisons.append((batch, total, lambda whole, unit: choose(whole, [unit])))
     if data_loader is not None:
         count = max(2, min(_COLLATED, data_loader.batch_size or _COLLATED))
         batch, alone = collate_anew(data_loader, count, examined=isinstance(data_loader, PrivateLoader))
-        found.append(_compare(trial, _to_double(batch), len(alone), units, lambda _, unit: _to_double(alone[unit])))
+        comparisons.append((batch, len(alone), lambda _, unit: alone[unit]))
+    try:
+        with _default_dtype(torch.float64):
+            trial = _Trial(module, loss_fn, loss_reduction, replace_recurrent, torch.float64)
+            return _compare_all(trial, comparisons, units)
+    except SparseDPError:
+        raise
+    except RuntimeError as error:
+        if not re.search(r"dtype|scalar type|data type|Double", str(error)):
+            raise
+    # The model makes float32 numbers itself, by float() or out of numpy's, and these meet float64 ones.
+    return _compare_all(_Trial(module, loss_fn, loss_reduction, replace_recurrent, torch.float32), comparisons, units)
+
+
+# A batch, its number of units, and what gives a unit of it alone.
+_Comparison = tuple[Any, int, Callable[[Any, int], Any]]
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """For numbers that a model makes in forward, by torch.zeros and the like."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _compare_all(trial: _Trial, comparisons: list[_Comparison], units: int) -> CheckReport:
+    found = [_compare(trial, trial.converted(batch), total, units, take) for batch, total, take in comparisons]
     return CheckReport(
-        max(report.units for report in found), len(trial.parameters), max(report.largest_difference for report in found)
-    )
+        max(report.units for report in found), len(trial.parameters),
+        max(report.largest_difference for report in found), trial.dtype,
+    )  # fmt: skip
 
 
 def _compare(trial: _Trial, batch: Any, total: int, units: int, take: Callable[[Any, int], Any]) -> CheckReport:
@@ -93,31 +138,39 @@ def _compare(trial: _Trial, batch: Any, total: int, units: int, take: Callable[[
     trial.draws.together(total)
     together = trial.captured(batch, total)
     norms = together.norms()
-    largest = 0.0
+    largest, tolerance = 0.0, _TOLERANCES[trial.dtype]
     for index in looked_at:
-        alone = take(batch, index)
+        alone = trial.converted(take(batch, index))
         trial.draws.alone(index)
         reference = trial.ordinary(alone, index)
         trial.draws.alone(index)
-        by_capture = trial.captured(alone, 1).gradient(0)
+        captured_alone = trial.captured(alone, 1)
+        by_capture = captured_alone.gradient(0)
         among = together.gradient(index)
+        public = captured_alone.public
+        if captured_alone.digests != together.digests:
+            raise UnitsMixedError(
+                "The loss has terms that depend on parameters alone (penalties), and they are not the same for one unit and for "
+                f"{total}. Nothing clips such a term: it must not depend on the batch, nor on how many units that has."
+            )
+        reference = {name: value - public.get(name, 0.0) for name, value in reference.items()}
         size = max(float(value.norm()) for value in reference.values()) or 1.0
         for name, wanted in reference.items():
             gap = _gap(by_capture.get(name), wanted, size)
-            if not gap <= _TOLERANCE:  # also if it is not a number
+            if not gap <= tolerance:  # also if it is not a number
                 raise SparseDPError(
                     f"The captured gradient of parameter '{name}' differs from the true one by {gap:.1e} of its size. "
                     "Please report this model."
                 )
             shift = _gap(among.get(name), wanted, size)
-            if not shift <= _TOLERANCE:
+            if not shift <= tolerance:
                 raise UnitsMixedError(_mixing_message(name, shift, among, reference, trial.reduction, total))
             largest = max(largest, gap, shift)
         norm = torch.stack([value.square().sum() for value in among.values()]).sum().sqrt()
         factor = Clipping(1.0).factors(norms[index : index + 1])[0]
-        if not float(norm * factor) <= 1 + _TOLERANCE:
+        if not float(norm * factor) <= 1 + tolerance:
             raise SparseDPError(f"Unit {index} exceeds the clip bound after clipping: {float(norm * factor):.6f} > 1.")
-    return CheckReport(len(looked_at), len(trial.parameters), largest)
+    return CheckReport(len(looked_at), len(trial.parameters), largest, trial.dtype)
 
 
 def _mixing_message(name: str, shift: float, among: Gradients, alone: Gradients, reduction: str, units: int) -> str:
@@ -155,8 +208,13 @@ def _mixing_message(name: str, shift: float, among: Gradients, alone: Gradients,
 class _Observed:
     """The captured uses of a batch, in the scale of one unit's own loss."""
 
-    def __init__(self, captured: Captured, scale: float, shapes: Mapping[str, torch.Size]) -> None:
-        self._captured, self._scale, self._shapes = captured, scale, shapes
+    def __init__(self, captured: Captured, scale: float, shapes: Mapping[str, torch.Size], dtype: torch.dtype) -> None:
+        self._captured, self._scale, self._shapes, self._dtype = captured, scale, shapes, dtype
+        self.digests = join_digests(captured.terms)
+        self.public: Gradients = {}  # of the terms of the loss that depend on parameters alone
+        for term in captured.terms:
+            for name, value in term.gradients().items():
+                self.public[name] = self.public.get(name, 0.0) + value.double()
 
     def norms(self) -> Tensor:
         squares = {name: uses.squared_norms(self._captured.units) for name, uses in self._captured.uses.items()}
@@ -166,34 +224,50 @@ class _Observed:
                 raise _not_finite(
                     [f"The gradient of parameter '{name}' is NaN or infinite for unit {unit} of the batch"]
                 )
-        return torch.stack(list(squares.values())).sum(0).sqrt() * self._scale
+        return torch.stack(list(squares.values())).double().sum(0).sqrt() * self._scale
 
     def gradient(self, unit: int) -> Gradients:
-        factors = torch.zeros(self._captured.units, dtype=torch.float64)
+        factors = torch.zeros(self._captured.units, dtype=self._dtype)
         factors[unit] = self._scale
         found = {}
         for name, uses in self._captured.uses.items():
             total = uses.weighted_sum(factors, self._shapes[name])
             if isinstance(total, RowSparse):
-                total = torch.zeros(self._shapes[name], dtype=torch.float64).index_add_(0, total.rows, total.values)
-            found[name] = total
+                total = torch.zeros(self._shapes[name], dtype=self._dtype).index_add_(0, total.rows, total.values)
+            found[name] = total.double()
         return found
 
 
 class _Trial:
-    """Runs a float64 copy of the module on batches, captured or not."""
+    """Runs a copy of the module, of type `dtype`, on batches, captured or not."""
 
-    def __init__(self, module: nn.Module, loss_fn: Callable[..., Tensor], loss_reduction: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        loss_fn: Callable[..., Tensor],
+        loss_reduction: str,
+        replace_recurrent: bool,
+        dtype: torch.dtype,
+    ) -> None:
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
-        refuse_module(module)
+        if not replace_recurrent:
+            refuse_module(module)
         self._original = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        self._module = copy.deepcopy(module).cpu().double()
+        self.dtype = dtype
+        self._module = _copied(module).cpu().to(dtype)
+        if replace_recurrent:
+            replaced.replace_recurrent(self._module)
+            refuse_module(self._module)
         self._loss_fn, self.reduction = loss_fn, loss_reduction
         self.draws = RepeatedDraws()
         self.parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def converted(self, batch: Any) -> Any:
+        """A batch with its floating-point numbers in the type of the module's."""
+        return _map(batch, lambda t: t.detach().cpu().to(self.dtype) if t.is_floating_point() else t.detach().cpu())
 
     def _loss(self, batch: Any, captured: bool) -> Tensor:
         args, kwargs, target = ((), batch, batch) if isinstance(batch, Mapping) else (batch[:-1], {}, batch[-1])
@@ -223,7 +297,7 @@ class _Trial:
         if found is None:
             raise SparseDPError("The loss does not depend on any trained parameter of the module.")
         shapes = {name: p.shape for name, p in self.parameters.items()}
-        return _Observed(found, float(units) if self.reduction == "mean" else 1.0, shapes)
+        return _Observed(found, float(units) if self.reduction == "mean" else 1.0, shapes, self.dtype)
 
     def ordinary(self, batch: Any, unit: int) -> Gradients:
         """The gradients of a batch that holds `unit` alone, by ordinary autograd; raises if something is NaN or infinite."""
@@ -239,7 +313,7 @@ class _Trial:
                 )
         grads = torch.autograd.grad(loss, values, allow_unused=True)
         gradients = {
-            name: torch.zeros_like(p) if grad is None else (grad.to_dense() if grad.is_sparse else grad)
+            name: (torch.zeros_like(p) if grad is None else (grad.to_dense() if grad.is_sparse else grad)).double()
             for (name, p), grad in zip(self.parameters.items(), grads)
         }
         wrong = [f"The output of module '{broken[0]}' has NaN"] if broken else []
@@ -277,6 +351,23 @@ class _Trial:
                 handle.remove()
 
 
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy of a module. Functions that it keeps, such as `lambda h: h @ self.table.weight.T`, refer to the copy's parts."""
+    memo: dict[int, Any] = {}
+    copied = copy.deepcopy(module, memo)
+    for part in copied.modules():
+        for name, value in list(vars(part).items()):
+            if isinstance(value, FunctionType) and value.__closure__:
+                cells = [cell.cell_contents for cell in value.__closure__]
+                if any(id(content) in memo for content in cells):
+                    closure = tuple(CellType(memo.get(id(content), content)) for content in cells)
+                    part.__dict__[name] = FunctionType(
+                        value.__code__, value.__globals__, value.__name__, value.__defaults__, closure
+                    )
+                    part.__dict__[name].__kwdefaults__ = value.__kwdefaults__
+    return copied
+
+
 def _not_finite(wrong: list[str]) -> NonFiniteGradientError:
     return NonFiniteGradientError(
         f"{'. '.join(wrong)}. A private step on it would be refused. Look for log(0), 0 / 0 (a mean over no valid position), "
@@ -300,10 +391,6 @@ def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_map(item, change) for item in value)
     return value
-
-
-def _to_double(batch: Any) -> Any:
-    return _map(batch, lambda t: t.detach().cpu().double() if t.is_floating_point() else t.detach().cpu())
 
 
 def _sizes(batch: Any) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from sparsedp.capture import Capture, Draws, PublicInputs
 from sparsedp.check import CheckReport
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.fallback import fallback_tables
+from sparsedp.nn.replaced import replace_recurrent, restore_recurrent
 from sparsedp.noise import GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import PrivacyPlan, default_delta, require_delta
@@ -77,6 +79,7 @@ class PrivacyEngine:
         self._checked = 0  # units that sparsedp.check looked at
         self._lineage = checkpoint.Lineage()  # the checkpoints that were written or read here
         self._capture: Capture | None = None
+        self._recurrent: list[nn.RNNBase] = []  # layers of torch that run as ours
 
     # ------------------------------------------------------------------ making things private
 
@@ -96,8 +99,9 @@ class PrivacyEngine:
         clips without noise: no privacy, and the statement says so. `settings` are those of `sparsedp.settings`.
         """
         read = read_settings(settings, "make_private")
-        plan, loader = self._prepare(module, optimizer, data_loader, noise_multiplier, *read)
-        return self._install(plan, module, optimizer, loader)
+        with self._replaced(module, read[1]):
+            plan, loader = self._prepare(module, optimizer, data_loader, noise_multiplier, *read)
+            return self._install(plan, module, optimizer, loader)
 
     @takes_settings
     def make_private_with_epsilon(
@@ -115,12 +119,24 @@ class PrivacyEngine:
         if not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"epochs must be a whole number of at least 1, not {epochs!r}")
         read = read_settings(settings, "make_private_with_epsilon")
-        plan, loader = self._prepare(module, optimizer, data_loader, 1.0, *read)
-        require_delta(target_delta, plan.dataset_size, self._allow_large_delta)
-        plan = plan.calibrated(
-            target_epsilon=target_epsilon, target_delta=target_delta, steps=epochs * loader.steps_per_epoch
-        )
-        return self._install(plan, module, optimizer, loader)
+        with self._replaced(module, read[1]):
+            plan, loader = self._prepare(module, optimizer, data_loader, 1.0, *read)
+            require_delta(target_delta, plan.dataset_size, self._allow_large_delta)
+            plan = plan.calibrated(
+                target_epsilon=target_epsilon, target_delta=target_delta, steps=epochs * loader.steps_per_epoch
+            )
+            return self._install(plan, module, optimizer, loader)
+
+    @contextmanager
+    def _replaced(self, module: nn.Module, execution: ExecutionSettings) -> Iterator[None]:
+        """Lets torch's recurrent layers run as ours, if that is wanted; not if what happens inside fails."""
+        layers = replace_recurrent(module) if execution.replace_recurrent else []
+        try:
+            yield
+        except BaseException:
+            restore_recurrent(layers)
+            raise
+        self._recurrent = layers
 
     def _prepare(
         self, module: nn.Module, optimizer: Optimizer, data_loader: DataLoader, noise_multiplier: float,
@@ -212,6 +228,7 @@ class PrivacyEngine:
             self._optimizer.owner.detach()
         if self._module is not None:
             leaving.unwatch(self._module)
+        restore_recurrent(self._recurrent)
 
     def settle(self) -> None:
         """Gives every row the noise that LazyDP still owes it. Whatever lets weights out does this by itself."""

@@ -190,7 +190,8 @@ class PrivateOptimizer(Optimizer):
         with self.stage("collect"):
             captured = self._capture.collect(tensors)
         if batch.units == 0:
-            captured = Captured(0, {})  # whatever came back is the stand-in's, which is no unit
+            # Whatever units' uses came back are the stand-in's, which is no unit.
+            captured = Captured(0, {}, terms=[] if captured is None else captured.terms)
         elif captured is None:
             raise SparseDPError("step() was called without a backward() on the current batch before it.")
         elif captured.units != batch.units or captured.owners is not batch.owners:

@@ -10,9 +10,10 @@ from torch.optim import Optimizer
 from sparsedp._torch import BatchNormBase
 from sparsedp.errors import UnsupportedError
 from sparsedp.mechanisms import Mechanism
+from sparsedp.nn.recurrent import Recurrent
 from sparsedp.tables import find_tables
 
-_RECURRENT = {nn.LSTM: "LSTM", nn.GRU: "GRU"}
+_RECURRENT = {nn.LSTM: "LSTM", nn.GRU: "GRU", nn.RNN: "RNN"}
 
 
 def refuse_module(module: nn.Module) -> None:
@@ -37,13 +38,12 @@ def _why_not(module: nn.Module) -> str | None:
             "with eval() and "
             "keep it there."
         )
-    if isinstance(module, nn.RNNBase) and trained:
-        for kind, name in _RECURRENT.items():
-            if isinstance(module, kind):
-                return (
-                    f"torch's {name} is fused and hides its uses. Use sparsedp.nn.{name}, which has the same weights."
-                )
-        return "torch's RNN is fused and hides its uses. Use sparsedp.nn.LSTM or sparsedp.nn.GRU."
+    if isinstance(module, nn.RNNBase) and not isinstance(module, Recurrent) and trained:
+        name = next((name for kind, name in _RECURRENT.items() if isinstance(module, kind)), "RNN")
+        return (
+            f"torch's {name} is fused and hides its uses. Pass replace_recurrent=True, which lets it run as sparsedp.nn.{name} "
+            "until close(), or use that, which has the same weights."
+        )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and trained:
         if module.max_norm is not None:
             return "max_norm rewrites rows of the table during forward. Remove it."

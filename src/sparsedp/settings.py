@@ -120,9 +120,12 @@ class ExecutionSettings:
     """How a run is carried out. The law of its result does not depend on it, and neither plan nor statement holds it.
 
     max_physical_batch: batches of more examples than that reach the loop in parts; None: all are whole.
+    replace_recurrent: whether torch's LSTM, GRU and RNN layers, whose fused kernels hide their uses, run as those of
+        `sparsedp.nn` until `engine.close()`; the same objects, weights and names.
     """
 
     max_physical_batch: int | None = None
+    replace_recurrent: bool = False
 
 
 class _RequiredKeywords(TypedDict):
@@ -138,6 +141,7 @@ class SettingsKeywords(_RequiredKeywords, total=False):
     unit: Unit
     poisson_sampling: bool
     max_physical_batch: int | None
+    replace_recurrent: bool
     stream: Stream | None
     users: Any
     max_examples_per_user: int | None

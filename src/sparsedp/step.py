@@ -1,6 +1,6 @@
 """One private step: its lines are the stages that a batch goes through.
 
-    touched rows, selection, clip, sum, noise, ledger, update
+    touched rows, selection, clip, sum, noise, public terms, ledger, update
 
 A batch may come in physical parts. A part is clipped and summed as soon as the selection is known: at once where all rows may
 change, and with the last part where the mechanism selects rows, because it looks at the whole batch. Noise is added to the sums
@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 
 from sparsedp._torch import without_subclasses
 from sparsedp.accounting.ledger import Ledger
-from sparsedp.capture import Captured, RowNorms, RowSpace, TouchedRows
+from sparsedp.capture import Captured, PublicTerm, RowNorms, RowSpace, TouchedRows, join_digests
 from sparsedp.contribution import touched_rows
-from sparsedp.errors import NonFiniteGradientError
+from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnsupportedError
 from sparsedp.gradient import NoisyGradient
 from sparsedp.kernels.loops import LARGEST
 from sparsedp.mechanisms.base import Step
@@ -59,6 +59,7 @@ class PrivateStep:
         self.progress: Progress = no_progress  # told of the settling of a large table
         self._parameters = dict(parameters)
         self._buffers: dict[str, Tensor] = {}  # of gradients, from step to step
+        self._digests: tuple[str, ...] | None = None  # of the terms that each physical batch has; None before the first
         self._last: StepReport | Callable[[], StepReport] | None = None
         # The deviation of the noise on the averaged gradient: the sums that are added up are divided, too.
         self.std = plan.mechanism.gradient_noise(plan.noise_multiplier) * plan.clipping.max_norm / plan.divisor
@@ -84,6 +85,8 @@ class PrivateStep:
 
     def take(self, batch: BatchInfo, captured: Captured) -> None:
         """One part of a batch; with its last part, the step is taken."""
+        terms, captured.terms = captured.terms, []
+        self._require_same_terms(terms)
         self._hold(captured, batch)
         if self.plan.mechanism.selects and not batch.last:
             return
@@ -99,6 +102,7 @@ class PrivateStep:
             if not batch.last:
                 return
             self.add_noise(gradient)  # noise
+            self._add_terms(terms, gradient)  # public terms, once a step
         step, tally = self.ledger.steps, self._tally
         self.forget()
         self.ledger.record(self.plan.step_event(batch.span), scope=batch.span)  # ledger
@@ -213,6 +217,34 @@ class PrivateStep:
         with self.stage("noise"):
             for part in self.owner.noise_parts(gradient.sums):
                 self.noise.add(part, self.std, self.ledger.steps)
+
+    def _require_same_terms(self, terms: list[PublicTerm]) -> None:
+        """Terms without units are not clipped: no unit may decide whether they are there, or what they are."""
+        for term in terms:
+            tables = [name for name, _ in term.expression.parameters if name in self.tables]
+            if tables and self.plan.mechanism.selects:
+                raise UnsupportedError(
+                    f"The loss has a term that depends on table '{tables[0]}' alone (a penalty?). Its gradient is as large as "
+                    f"the table, while mechanism {self.plan.mechanism.name!r} changes some rows in a step. Take the penalty out "
+                    "and give the optimizer weight_decay, or use DPSGD(), or let each unit pay for the rows that it looks up."
+                )
+        digests = join_digests(terms)
+        if self._digests is None:
+            self._digests = digests
+        elif self._digests != digests:
+            names = ", ".join(dict.fromkeys(term.expression.names for term in terms)) or "the parameters"
+            raise SparseDPError(
+                f"The terms of the loss that depend on {names} alone are not the same as in the first step. Nothing clips them, "
+                "so every batch must have them, also an empty one, as the same function of the parameters: without the number of "
+                "examples, a value of the batch, or a factor that changes. Nothing was written."
+            )
+
+    def _add_terms(self, terms: list[PublicTerm], gradient: NoisyGradient) -> None:
+        """The gradients of the terms of the loss that depend on parameters alone, as they are in the loop's own loss."""
+        for term in terms:
+            for name, grad in term.gradients().items():
+                if name in gradient.values:  # not frozen since forward
+                    gradient.values[name].add_(grad)
 
     def _update(self, gradient: NoisyGradient) -> None:
         """Lets the owner of the tables and the user's optimizer move the parameters."""

@@ -57,7 +57,8 @@ from sparsedp.capture.randomness import COUNTING, TRAINING, WITHOUT_GRADIENT, Dr
 from sparsedp.capture.results import Results
 from sparsedp.capture.scripted import ScriptedFunctions
 from sparsedp.capture.tape import Tape
-from sparsedp.capture.tensors import SHARED, Constant, Derived, KnownTensors
+from sparsedp.capture.tensors import CONSTANT, SHARED, Constant, Derived, KnownTensors
+from sparsedp.capture.terms import require_public, sign_of_term
 from sparsedp.capture.unit_memory import UnitMemory
 from sparsedp.capture.units import Mixed, UnitAxis, UnitData
 from sparsedp.capture.uses import Use
@@ -210,7 +211,7 @@ class Capture:
         if not self._pass.modules:
             if torch.is_grad_enabled():
                 self._watch_outputs(output)
-            changed = self._state.changed()
+            changed = self._state.changed(lambda tensor: self._known.get(tensor) is CONSTANT)
             self._memory.end()
             self._state.storages = {}
             self.require_history()
@@ -315,6 +316,10 @@ class Capture:
         if self._generators_before is not None and may_draw(name) and not draws_nothing(name, args, kwargs):
             first = known[data[0]] if data else None
             func, drawn = self.draws.replacing(name, func, first.axis if isinstance(first, UnitData) else None), True
+        if expressions and data and not shared:
+            joined = sign_of_term(name, args, kwargs, map(known.get, data), expressions)
+            if joined is not None:
+                return self._run_with_term(name, func, args, kwargs, expressions[0], *joined)
         if kwargs or is_in_place(name):
             target = written_tensor(name, args, kwargs)
             if target is not None:
@@ -405,6 +410,21 @@ class Capture:
             raise self.refuse(
                 name, ", ".join(e.names for e in expressions), "its rule keeps no use of the parameter", "report it"
             )
+        return out
+
+    def _run_with_term(
+        self, name: str, func: Callable, args: tuple, kwargs: dict, expression: Expression, place: int, sign: int
+    ) -> Any:
+        """An operation that adds `expression`, which is `args[place]`, to a value that was summed over the units."""
+        require_public(expression, name, self._state.taken_out, self.where)
+        if place == 0 and is_in_place(name):
+            raise self.refuse(
+                name, expression.names, "it changes a copy of the parameter in place", "write loss + penalty"
+            )
+        term = self._tape.listen(expression, sign, name)
+        total = args[1 - place]
+        out = func(*((term, total) if place == 0 else (total, term)), **kwargs)
+        self._known[out] = self._known[total]
         return out
 
     def record(self, out: Tensor, finish: Callable[[Tensor], Placed], axis: UnitAxis | None) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 from sparsedp.capture.forward_pass import HasUnits
 from sparsedp.capture.owners import Grouping
 from sparsedp.capture.rows import RowSpace, TouchedRows
+from sparsedp.capture.terms import PublicTerm
 from sparsedp.capture.uses import ParameterUses, RowNorms, Use
 from sparsedp.errors import UnsupportedError
 
@@ -44,12 +45,15 @@ class Captured:
     owners: Tensor | None = None
     kept: list[Kept] = field(default_factory=list)  # tensors that the uses share their memory with
     _grouped: Grouping | None = None
+    terms: list[PublicTerm] = field(default_factory=list)  # of the loss, that depend on parameters alone
 
     @staticmethod
-    def of(batch: HasUnits, uses: dict[str, list[Use]], kept: list[Kept]) -> Captured:
+    def of(
+        batch: HasUnits, uses: dict[str, list[Use]], kept: list[Kept], terms: list[PublicTerm] | None = None
+    ) -> Captured:
         """Of the `uses` of each parameter, in the order in which they came."""
         merged = {name: ParameterUses.of(parts).written_out() for name, parts in uses.items()}
-        return Captured(batch.units, merged, owners=batch.owners, kept=kept)
+        return Captured(batch.units, merged, owners=batch.owners, kept=kept, terms=terms or [])
 
     @property
     def examples(self) -> int:

@@ -32,6 +32,9 @@ class ModuleState:
         # Numbers that a pass changes without looking at the batch, before it did, and by how much the first pass did.
         self._counters: dict[str, Tensor] = {}
         self._increments: dict[str, Tensor] = {}
+        self._recomputed: dict[
+            str, Tensor
+        ] = {}  # what the last pass that computed a buffer anew from constants put there
 
     def begin(self) -> None:
         """Before a forward pass."""
@@ -48,15 +51,41 @@ class ModuleState:
                     )
                 self.storages.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
 
-    def changed(self) -> str | None:
-        """After a forward pass: a parameter or buffer that was changed in it. Raises if a counter counts what it should not."""
+    def changed(self, is_constant: Callable[[Tensor], bool]) -> str | None:
+        """After a forward pass: a parameter or buffer that was changed in it. Raises if a counter counts what it should not.
+
+        `is_constant` says whether a tensor was seen to be made of constants alone.
+        """
         with without_subclasses():
             tensors = named_tensors(self._module)
             versions = self._versions
             changed = [name for name, tensor in tensors if versions.get(name) != (id(tensor), tensor._version)]
+            if changed:
+                named = dict(tensors)
+                changed = [name for name in changed if not self._is_recomputed(name, named[name], is_constant)]
             if self._counters:
                 self._require_same_increments(dict(tensors))
         return changed[0] if changed else None
+
+    def _is_recomputed(self, name: str, tensor: Tensor, is_constant: Callable[[Tensor], bool]) -> bool:
+        """Whether a buffer that no state_dict holds was computed anew, with the values that it would have for any batch.
+
+        Such as a bias by position, for longer sequences than before. Its sizes may depend on a batch. Python numbers are not
+        followed, so its values must agree with those of the pass that computed it before, where both have any.
+        """
+        owner, _, last = name.rpartition(".")
+        part = self._module.get_submodule(owner)
+        before = self._versions.get(name)
+        if last not in part._non_persistent_buffers_set or (before is not None and before[0] == id(tensor)):
+            return False
+        if tensor.requires_grad or self.taken_out or not is_constant(tensor):
+            return False
+        earlier = self._recomputed.get(name)
+        if earlier is not None and not _agree(earlier, tensor):
+            return False
+        self._recomputed[name] = tensor.detach().clone()
+        self._versions[name] = (id(tensor), tensor._version)
+        return True
 
     def _require_same_increments(self, tensors: Mapping[str, Tensor]) -> None:
         """A counter may count forward passes, but not what is in them: Python numbers, such as len(x), are not followed."""
@@ -129,6 +158,18 @@ class ModuleState:
             return None
         sharing = self.storages.get(memory_of(tensor), ())
         return next((name for name, parameter in sharing if id(parameter) in self._private), None)
+
+
+def _agree(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same where both have values: from their beginnings, or to their ends."""
+    if one.ndim != other.ndim or one.dtype != other.dtype:
+        return False
+    sizes = [min(pair) for pair in zip(one.shape, other.shape)]
+    for side in (lambda size, common: slice(0, common), lambda size, common: slice(size - common, size)):
+        parts = [tensor[tuple(map(side, tensor.shape, sizes))] for tensor in (one, other)]
+        if torch.equal(*parts):
+            return True
+    return False
 
 
 def _versions(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[int, int]]:

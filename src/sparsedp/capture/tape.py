@@ -20,6 +20,7 @@ from sparsedp.capture.expressions import Expression, Placed
 from sparsedp.capture.forward_pass import ForwardPass, HasUnits
 from sparsedp.capture.functions import APPLY
 from sparsedp.capture.module_state import ModuleState
+from sparsedp.capture.terms import PublicTerm
 from sparsedp.capture.uses import Use
 from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
 
@@ -82,6 +83,7 @@ class Tape:
     def __init__(self, current: ForwardPass, current_batch: Callable[[], HasUnits | None], state: ModuleState) -> None:
         self._current, self._current_batch, self._state = current, current_batch, state
         self._arrived: list[Record] = []  # whose gradients arrived
+        self._terms: list[PublicTerm] = []  # whose gradients arrived
         # The uses that wait for a backward pass: number of the forward pass, the node that made the output, the record.
         self.awaited: list[tuple[int, Any, Record]] = []
         self.expected: list[Record] = []  # those that a backward pass comes by
@@ -143,6 +145,20 @@ class Tape:
             self.awaited.append((self._passes, node, record))
         return out
 
+    def listen(self, expression: Expression, sign: int, operation: str) -> Tensor:
+        """A term of the loss that depends on parameters alone, such that the gradient that arrives at it is kept, and goes no
+        further."""
+        # A copy: the tensor may be changed in place afterwards.
+        copied = Expression(expression.tensor.clone(), expression.parameters)
+        term, reference = PublicTerm(copied, sign, self._current.batch, operation), self._weak
+
+        def receive(grads: Sequence[Tensor | None]) -> None:
+            tape, grad = reference(), grads[0]
+            if tape is not None and grad is not None:
+                tape._receive_term(term, sign * grad)
+
+        return _Source.apply(self._anchor, None, receive, [expression.tensor.detach()])
+
     def _receiver(
         self, record: Record, number: int = 0, shape: torch.Size | None = None
     ) -> Callable[[Sequence[Tensor | None]], None]:
@@ -184,14 +200,26 @@ class Tape:
 
     # ------------------------------------------------------------------ backward
 
-    def _receive(self, record: Record, grad: Tensor | None) -> None:
+    def _is_backward_pass(self) -> bool:
+        """Whether gradients come from a backward pass over the whole graph."""
         if torch.is_grad_enabled():
             raise UnsupportedError(
                 "backward(create_graph=True) and gradient penalties differentiate through gradients, which is not "
                 "captured. Call backward() without create_graph."
             )
-        if not will_run(self._anchor_node):
-            return  # torch.autograd.grad asks for the gradient of something else, such as the input
+        return will_run(self._anchor_node)  # torch.autograd.grad asks for that of something else, such as the input
+
+    def _receive_term(self, term: PublicTerm, grad: Tensor) -> None:
+        if not self._is_backward_pass():
+            return
+        self._require_current(term.batch)
+        if term.factor is None:
+            self._terms.append(term)
+        term.factor = grad.detach().clone() if term.factor is None else term.factor + grad.detach()
+
+    def _receive(self, record: Record, grad: Tensor | None) -> None:
+        if not self._is_backward_pass():
+            return
         if current_backward() != self._backward_pass:
             self._note_backward_pass()
         expected = self._require_current(record.batch)
@@ -245,7 +273,10 @@ class Tape:
     def collect(self) -> Captured | None:
         """The uses of the backward passes since the last call; None if there were none."""
         arrived, self._arrived = self._arrived, []
+        terms, self._terms = self._terms, []
         self._require_gradients()
+        for term in terms:
+            term.require_plain()
         if not arrived:
             return None
         batch = self._collected = arrived[0].batch
@@ -255,7 +286,7 @@ class Tape:
             for name, use in record.finish(record.final_grad()):
                 uses.setdefault(name, []).append(use)
             record.grad = None
-        return Captured.of(batch, uses, [kept for record in arrived for kept in record.kept])
+        return Captured.of(batch, uses, [kept for record in arrived for kept in record.kept], terms)
 
     def _require_gradients(self) -> None:
         """A use whose output took part in the loss has a gradient; without one, its parameter would not train."""
@@ -273,5 +304,6 @@ class Tape:
         for record in self._arrived:
             record.grad = None
         self._arrived.clear()
+        self._terms.clear()
         self.expected.clear()
         self.awaited = [entry for entry in self.awaited if not entry[2].arrived]  # backward may be yet to come

@@ -16,10 +16,12 @@ from sparsedp.capture.ops.elementwise import POINTWISE
 from sparsedp.capture.ops.indexing import written_axis
 from sparsedp.capture.ops.registry import SHAPE_IN_PLACE, VALUES_IN_PLACE, plain_name
 from sparsedp.capture.results import Results
-from sparsedp.capture.tensors import KnownTensors
+from sparsedp.capture.tensors import KnownTensors, memory_of
 from sparsedp.capture.unit_memory import UnitMemory
 from sparsedp.capture.units import Info, Mixed, UnitData
 
+# What may change a number in place that was computed from parameters alone.
+_LINEAR = {"add", "iadd", "sub", "isub"}
 RunUse = Callable[[str, Callable, tuple, dict, list[Expression]], Any]
 
 
@@ -81,6 +83,8 @@ class Writes:
         data: list[Tensor],
         expressions: list[Expression],
     ) -> Any:
+        if not data and plain_name(name) in _LINEAR and self._is_alone(target, expressions):
+            return self._results.run_on_parameters(name, func, args, kwargs, expressions, False, False)
         if any(expression.tensor is target for expression in expressions):
             reason = "it changes a copy of the parameter in place"
         elif not data or kwargs.get("out") is not None:
@@ -88,6 +92,13 @@ class Writes:
         else:
             return self._run_use(name, func, args, kwargs, expressions)
         raise self._current.refuse(name, expressions[0].names, reason, "use the form that returns a new tensor")
+
+    def _is_alone(self, target: Tensor, expressions: list[Expression]) -> bool:
+        """Whether a number was computed from parameters, and no other tensor has its memory: `penalty += weight.norm()`."""
+        if target.dim() or target._is_view() or not any(expression.tensor is target for expression in expressions):
+            return False
+        memory = memory_of(target)
+        return not any(memory_of(other) == memory for other in self._known.tensors() if other is not target)
 
     def _change_shape(
         self, name: str, func: Callable, args: tuple, kwargs: dict, target: Tensor, before: UnitData

@@ -2,12 +2,13 @@
 
 from sparsedp.nn.candidates import CandidateSampler, binary_candidate_loss, candidate_loss, candidate_scores
 from sparsedp.nn.fallback import FallbackEmbedding, FallbackEmbeddingBag
-from sparsedp.nn.recurrent import GRU, LSTM
+from sparsedp.nn.recurrent import GRU, LSTM, RNN
 from sparsedp.nn.softmax import sequence_loss, table_softmax_loss
 
 __all__ = [
     "GRU",
     "LSTM",
+    "RNN",
     "CandidateSampler",
     "FallbackEmbedding",
     "FallbackEmbeddingBag",

@@ -1,4 +1,4 @@
-"""LSTM and GRU out of plain operations, so that every use of their parameters can be captured.
+"""LSTM, GRU and RNN out of plain operations, so that every use of their parameters can be captured.
 
 torch.nn's are one fused kernel each. These have the same parameters, names, initialisation and results. Batch
 is axis 0 wherever a tensor meets a parameter.
@@ -23,7 +23,9 @@ from sparsedp.errors import UnsupportedError
 State = tuple[Tensor, ...]
 
 
-class _Recurrent(nn.Module, ABC):
+class Recurrent(nn.Module, ABC):
+    """What the layers have in common."""
+
     gates: int  # blocks of `hidden_size` rows in a weight
 
     def __init__(
@@ -126,6 +128,8 @@ class _Recurrent(nn.Module, ABC):
             shapes = [tuple(given.shape) for given in initial]
             raise ValueError(f"{name}: initial state has shapes {shapes}, expected {[shape] * states}.")
 
+        initial = [given if given.requires_grad else _of_units(given, x[:, 0, :1]) for given in initial]
+
         finals: list[State] = []
         for layer in range(self.num_layers):
             if layer > 0:
@@ -154,10 +158,19 @@ class _Recurrent(nn.Module, ABC):
         return torch.stack(outputs[::-1] if backward else outputs, dim=1), state
 
 
+def _of_units(state: Tensor, x: Tensor) -> Tensor:
+    """`state`, a constant (..., batch, hidden), as something that the units of x (batch, 1) have.
+
+    A product of a weight with a constant would be computed from parameters alone: a copy of the weight's size for each unit.
+    """
+    never = torch.zeros((), dtype=torch.bool, device=state.device)
+    return torch.where(never, x.detach(), state)
+
+
 _DEFAULTS = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False}
 
 
-class LSTM(_Recurrent):
+class LSTM(Recurrent):
     """torch.nn.LSTM for private training; takes its state_dict.
 
     i, f, g, o = W_ih x + b_ih + W_hh h + b_hh
@@ -176,7 +189,7 @@ class LSTM(_Recurrent):
         return torch.sigmoid(o) * torch.tanh(c), c
 
 
-class GRU(_Recurrent):
+class GRU(Recurrent):
     """torch.nn.GRU for private training; takes its state_dict.
 
     r, z = sigmoid(W_i x + b_i + W_h h + b_h)
@@ -196,3 +209,41 @@ class GRU(_Recurrent):
         z = torch.sigmoid(input_z + hidden_z)
         n = torch.tanh(input_n + torch.sigmoid(input_r + hidden_r) * hidden_n)
         return ((1 - z) * n + z * state[0],)
+
+
+class RNN(Recurrent):
+    """torch.nn.RNN for private training; takes its state_dict.
+
+    h' = tanh(W_ih x + b_ih + W_hh h + b_hh), or relu with nonlinearity="relu"
+    """
+
+    gates = 1
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        nonlinearity: str = "tanh",
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        if nonlinearity not in ("tanh", "relu"):
+            raise ValueError(f"sparsedp.nn.RNN: nonlinearity must be 'tanh' or 'relu', not {nonlinearity!r}.")
+        super().__init__(
+            input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device=device, dtype=dtype
+        )
+        self.nonlinearity = nonlinearity
+
+    def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Output and h_n, in the shapes of torch.nn.RNN."""
+        output, (hidden,) = self._run(input, None if hx is None else (hx,), states=1)
+        return output, hidden
+
+    def _cell(self, from_input: Tensor, from_hidden: Tensor, state: State) -> State:
+        total = from_input + from_hidden
+        return (torch.tanh(total) if self.nonlinearity == "tanh" else torch.relu(total),)

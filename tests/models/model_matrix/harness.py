@@ -276,13 +276,12 @@ class Reference:
         return self._derived(_forward(self._case, self._module, batch) - penalty)
 
     def penalty(self, weights: Weights) -> Weights:
-        """The gradient of what depends on parameters alone, at `weights`; beside a sum over units, in the scale of their mean."""
+        """The gradient of what depends on parameters alone, at `weights`."""
         if self._case.penalty is None:
             return {name: torch.zeros_like(value, dtype=torch.float64) for name, value in weights.items()}
         self._set(weights)
         assert self._module is not None
-        scale = 1.0 if self._case.loss_reduction == "mean" else 1 / EXPECTED_BATCH
-        return self._derived(scale * self._case.penalty(self._module))
+        return self._derived(self._case.penalty(self._module))
 
     def _derived(self, loss: Tensor) -> Weights:
         assert self._module is not None
@@ -301,15 +300,16 @@ class Reference:
                     parameter.copy_(weights[name])
 
     def shares(self, step: int, weights: Weights) -> list[Weights]:
-        """The clipped gradient of each of the step's examples at `weights`, over the expected batch size."""
+        """The clipped gradient of each of the step's examples at `weights`; of a mean, over the expected batch size."""
         earlier = self._shares.get(step)
         if earlier is not None and all(_close(weights[name], value) for name, value in earlier[0].items()):
             return earlier[1]
         self._set(weights)
         shares = []
+        divisor = EXPECTED_BATCH if self._case.loss_reduction == "mean" else 1
         for index in DRAWN[step]:
             gradient = self.gradient(index)
-            factor = self.max_norm / max(_norm(gradient), self.max_norm) / EXPECTED_BATCH
+            factor = self.max_norm / max(_norm(gradient), self.max_norm) / divisor
             shares.append({name: factor * value for name, value in gradient.items()})
         self._shares[step] = (weights, shares)
         return shares
@@ -350,6 +350,7 @@ def _steps(case: Case, rows: list[Any], reference: Reference, name: str) -> tupl
             module, private, loader = engine.make_private(
                 module=module, optimizer=optimizer, data_loader=_loader(case, rows), noise_multiplier=0.0,
                 max_grad_norm=max_norm, mechanism=MECHANISMS[name](), loss_reduction=case.loss_reduction,
+                replace_recurrent=True,
             )  # fmt: skip
             for step, batch in enumerate(loader):
                 place = f"batch of {len(DRAWN[step])}"
@@ -431,15 +432,14 @@ def _factors(shares: list[Weights], changes: Weights) -> list[float]:
 
 
 def _check(case: Case, rows: list[Any]) -> Outcome:
+    settings: dict[str, Any] = {"units": 3, "loss_reduction": case.loss_reduction, "replace_recurrent": True}
     try:
         module = _built(case)
         if case.collate is None:
             batch = default_collate([rows[index] for index in DRAWN[0]])
-            sparsedp.check(module, case.loss, batch, units=3, loss_reduction=case.loss_reduction)
+            sparsedp.check(module, case.loss, batch, **settings)
         else:
-            sparsedp.check(
-                module, case.loss, data_loader=_loader(case, rows), units=3, loss_reduction=case.loss_reduction
-            )
+            sparsedp.check(module, case.loss, data_loader=_loader(case, rows), **settings)
     except sparsedp.SparseDPError as error:
         return Outcome("refused", _one_line(error))
     except Exception as error:
