@@ -213,6 +213,8 @@ REFUSED: dict[str, Callable[[], Model]] = {
     "a root of a batch of one": lambda: Model(norm, lambda e, p: (e.mean() + p).sqrt()),
     "an item": lambda: Model(lambda m, i: norm(m, i) * i.sum().item()),
     "a list": lambda: Model(lambda m, i: norm(m, i) * i.tolist()[0]),
+    "if the batch has an id": lambda: Model(lambda m, i: norm(m, i) * (1e6 if (i == 3).any() else 1.0)),
+    "if the batch is as it is": lambda: Model(lambda m, i: norm(m, i) * (1e6 if torch.equal(i, i.sort()[0]) else 1.0)),
     "random numbers": lambda: Model(lambda m, i: (m.hidden.weight * torch.rand(5, 3)).sum()),
     "each unit": lambda: Model(norm, lambda e, p: (e + p).mean() + e.mean() * p),
 }

@@ -76,6 +76,10 @@ _TAKING_OUT = {
     Tensor.item, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
     Tensor.__complex__, Tensor.__format__, Tensor.__repr__,
 }  # fmt: skip
+# What makes True or False of tensors, for `if` and `while`.
+_DECIDING = {
+    Tensor.__bool__, Tensor.is_nonzero, Tensor.equal, Tensor.allclose, torch.is_nonzero, torch.equal, torch.allclose,
+}  # fmt: skip
 
 
 class Surroundings(NamedTuple):
@@ -381,6 +385,8 @@ class Capture:
             )
         if func in _TAKING_OUT:
             self._state.taken_out = name
+        if func in _DECIDING:
+            self._state.decided = name
         if name in _HANDING_OUT_MEMORY:
             for tensor in data:
                 self._memory.hand_out(tensor, name)
@@ -416,7 +422,7 @@ class Capture:
         self, name: str, func: Callable, args: tuple, kwargs: dict, expression: Expression, place: int, sign: int
     ) -> Any:
         """An operation that adds `expression`, which is `args[place]`, to a value that was summed over the units."""
-        require_public(expression, name, self._state.taken_out, self.where)
+        require_public(expression, name, self._state.taken_out or self._state.decided, self.where)
         if place == 0 and is_in_place(name):
             raise self.refuse(
                 name, expression.names, "it changes a copy of the parameter in place", "write loss + penalty"

@@ -29,6 +29,7 @@ class ModuleState:
         self.storages: Storages = {}  # as the pass began; empty when it ended
         self.went_back = False  # whether a backward pass ran since the last forward pass that nobody collected
         self.taken_out = ""  # the operation that made a Python number or an array of units in this pass
+        self.decided = ""  # the operation that made True or False of units in this pass
         # Numbers that a pass changes without looking at the batch, before it did, and by how much the first pass did.
         self._counters: dict[str, Tensor] = {}
         self._increments: dict[str, Tensor] = {}
@@ -42,7 +43,7 @@ class ModuleState:
             tensors = named_tensors(self._module)
             self.require_unwritten(tensors)
             self._versions, self.storages, self._counters = _versions(tensors), {}, {}
-            self.went_back, self.taken_out = False, ""
+            self.went_back, self.taken_out, self.decided = False, "", ""
             for name, tensor in tensors:
                 if tensor.layout != torch.strided:
                     raise UnsupportedError(
