@@ -16,6 +16,9 @@ from sparsedp.capture.ops.registry import Call, NotThisForm, RowsRead, axis_rule
 from sparsedp.capture.units import Mixed, UnitAxis
 
 
+_MASKS = (torch.bool, torch.uint8)  # torch takes bytes for masks
+
+
 @axis_rule("select", "unbind")
 def _select(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     dim = call.argument(1, "dim", default=0) % source.ndim
@@ -42,9 +45,25 @@ def _narrow(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
 def _index_select_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
     if call.data > 1:
         return Mixed("indexing with ids of the batch")
-    if source is not call.args[0]:
-        return None
-    return axis if call.argument(1, "dim") % source.ndim != axis.dim else Mixed(call.name)
+    dim = call.argument(1, "dim") % max(call.out.ndim, 1)
+    if source is not call.argument(0, "input"):  # rows of a constant table
+        return UnitAxis(dim, axis.inner)
+    return axis if dim != axis.dim else Mixed(call.name)
+
+
+@axis_rule("bucketize")
+def _bucketize(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+    """Each value by itself, where the boundaries are constant."""
+    return axis
+
+
+@axis_rule("searchsorted", joint=True)
+def _searchsorted(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    """Each value in the row of boundaries before which it stands, or in the only one."""
+    only = call.argument(0, "sorted_sequence").ndim == 1
+    if source is call.argument(1, "input", "self") and only and call.data == 1:
+        return axis
+    return axis if axis.dim < source.ndim - 1 and not only else Mixed(call.name)
 
 
 @axis_rule("getitem", joint=True)
@@ -52,8 +71,9 @@ def _getitem_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixe
     index = call.args[1]
     if source is not call.args[0]:
         # An index that comes from the batch: fine as a mask, or beside an index that counts the units.
-        if source.dtype == torch.bool:
-            return None
+        if source.dtype in _MASKS:
+            count = _picked_from_each(call, axis) if index is source else None
+            return None if count is None else UnitAxis(0, count)
         if call.data == 1 and index is source:  # rows of a constant table
             return axis
         first = index[0] if isinstance(index, tuple) else index
@@ -61,12 +81,30 @@ def _getitem_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixe
             axis == UnitAxis(0) and _counts_units(call) and source.ndim == first.ndim
         )  # fewer would lie further right
         return axis if fits else Mixed("indexing with ids of the batch")
+    if isinstance(index, Tensor) and index.dtype in _MASKS:
+        count = _picked_from_each(call, axis)
+        return None if count is None else UnitAxis(0, count)
     items = list(index) if isinstance(index, tuple) else [index]
     if any(map(is_advanced, items)):
         if axis != UnitAxis(0):
             return None
         return axis if _counts_units(call) or _leaves_first_alone(items, source.ndim) else None
     return _basic_getitem(call, source, axis, items)
+
+
+def _picked_from_each(call: Call, axis: UnitAxis) -> int | None:
+    """x[mask], with positions of each unit in the mask: how many it picks from every unit, if from all as many.
+
+    They stay in their order: one unit's after the other's. None where a unit would have more than another, or none.
+    """
+    source, mask = call.args
+    has_positions = mask.ndim > 1 or axis.inner > 1
+    fits = axis.dim == 0 and source.shape[0] == call.units * axis.inner and mask.shape[:1] == source.shape[:1]
+    if not fits or not has_positions or not call.units:
+        return None
+    counts = (mask != 0).reshape(call.units, -1).sum(1)
+    count = int(counts[0])
+    return count if count and bool((counts == count).all()) else None
 
 
 def is_advanced(item: Any) -> bool:
