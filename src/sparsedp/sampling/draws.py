@@ -42,11 +42,12 @@ class BatchInfo:
     constants: tuple[torch.Tensor, ...] = field(default=(), compare=False)  # the same in every batch
     # Tensors of the batch of which it is known on which axis the examples are (None: on none).
     unit_axes: tuple[tuple[torch.Tensor, int | None], ...] = field(default=(), compare=False)
+    stand_in: bool = False  # whether it is empty, and the loop is given an example in its place
 
     @property
     def examples(self) -> int:
-        """That the loop is given: as many as units if the units are examples, and one, which is nobody's, if there are none."""
-        return max(1, self.units if self.owners is None else len(self.owners))
+        """That the loop is given: as many as units if the units are examples; a stand-in is one more, which is nobody's."""
+        return int(self.stand_in) + (self.units if self.owners is None else len(self.owners))
 
 
 class Place(NamedTuple):

@@ -247,7 +247,7 @@ class PrivateLoader(DataLoader[Any]):
                 while infos and infos[0].units == 0:
                     with kept_globals():
                         empty = stand_in(self.dataset, self.collate_fn)
-                    given, info = given + 1, self._described(infos.popleft(), empty)
+                    given, info = given + 1, self._described(replace(infos.popleft(), stand_in=True), empty)
                     self._announce(info, start, number)
                     yield empty
                 if batch is not _END:

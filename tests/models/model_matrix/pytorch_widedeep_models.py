@@ -108,7 +108,7 @@ def _wide() -> nn.Module:
     return models.Wide(input_dim=len(CATEGORIES) * ROWS, pred_dim=1)
 
 
-SMALL_ATTENTION = {"input_dim": 8, "n_heads": 2, "n_blocks": 1}
+SMALL_ATTENTION = {"input_dim": 8, "n_heads": 2, "n_blocks": 1, "attn_dropout": 0.0}
 # Name (its class up to the first point) and options.
 TABULAR: list[tuple[str, dict[str, Any]]] = [
     ("TabMlp", {"mlp_hidden_dims": [8, 4]}),

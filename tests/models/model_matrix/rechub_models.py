@@ -152,7 +152,6 @@ MODELS: list[tuple[str, str, Make, Callable[..., Tensor]]] = [
     ("matching.gru4rec", "GRU4Rec", lambda M, f: M([f.user], [f.history], [f.item], [f.negatives], {"dims": [DIM]}),
      first_of_list_loss),
     ("matching.comirec", "ComirecSA", lambda M, f: M([f.user], [f.history], [f.item], [f.negatives]), first_of_list_loss),
-    ("matching.mind", "MIND", lambda M, f: M([f.user], [f.history], [f.item], [f.negatives], LENGTH), first_of_list_loss),
     ("matching.sine", "SINE", lambda M, f: M(["history"], ["item"], ["negatives"], ROWS, DIM, DIM, 4, 2, LENGTH), first_of_list_loss),
     ("matching.sasrec", "SASRec", lambda M, f: M([f.sequence, f.following, f.other], LENGTH, 0.0, 1, 1), sequence_pair_loss),
     ("matching.narm", "NARM", lambda M, f: M(f.mean_history, DIM, 0.0, 0.0), item_loss),
