@@ -8,7 +8,7 @@ carried to the parameter by autograd, which is affordable for parameters with fe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture.uses import Built, Linear, Lookup, Use
+from sparsedp.errors import UnsupportedError
 
 # Elements of a parameter up to which its per-unit gradient may be written out.
 SMALL = 1 << 16
@@ -29,6 +30,10 @@ class Expression:
     parameters: tuple[tuple[str, Tensor], ...]
     ids: Tensor | None = None  # of a lookup with public ids: tensor = parameter[ids]
     drawn: bool = False  # whether numbers that were drawn from the key in this pass have a part in it
+    version: int = field(init=False)  # how often `tensor` had been changed in place
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "version", self.tensor._version)
 
     @cached_property
     def names(self) -> str:
@@ -174,6 +179,11 @@ def _through_autograd(expression: Expression, values: Tensor) -> Placed:
     parameters = [parameter for _, parameter in expression.parameters]
     if values.shape[0] == 0:
         return []
+    if expression.tensor._version != expression.version:
+        raise UnsupportedError(
+            f"What was computed from parameter {expression.names} was changed in place after it had been used. Use the form "
+            "that returns a new tensor."
+        )
     with torch.enable_grad():
         grads = torch.autograd.grad(
             expression.tensor, parameters, values, is_grads_batched=True, retain_graph=True, allow_unused=True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from sparsedp._torch import StorageWeakRef
+from sparsedp._torch import StorageWeakRef, without_subclasses
 from sparsedp.capture.forward_pass import ForwardPass, HasUnits
 from sparsedp.capture.module_state import ModuleState
 from sparsedp.capture.tensors import CONSTANT, EARLIER, KnownTensors, memory_of
@@ -55,6 +55,16 @@ class UnitMemory:
             if tensor is not target and memory_of(tensor) == memory:
                 self._known[tensor] = UnitData(None)
 
+    def _same_elements(self, tensor: Tensor) -> UnitData | None:
+        """What is known of activations that are the same elements in the same order, as in torch.BoolTensor(mask)."""
+        known = self._known
+        same = {
+            known[other]
+            for other in known.tensors()
+            if isinstance(known.get(other), UnitData) and _elements(other) == _elements(tensor)
+        }
+        return same.pop() if len(same) == 1 else None
+
     def is_shared_by(self, tensor: Tensor) -> bool:
         """Whether a tensor of unknown origin has memory that units were written to, or that one of their tensors has.
 
@@ -73,6 +83,8 @@ class UnitMemory:
         earlier = self._earlier.get(memory)
         if earlier is not None and not earlier[0].expired():
             known[tensor] = EARLIER if earlier[1] is not self._current.batch else UnitData(None)
+        elif (same := self._same_elements(tensor)) is not None:
+            known[tensor] = same
         elif memory in self._written or any(
             memory_of(other) == memory for other in known.tensors() if known.is_data(other)
         ):
@@ -81,3 +93,8 @@ class UnitMemory:
             known[tensor] = CONSTANT
             return False
         return True
+
+
+def _elements(tensor: Tensor) -> tuple:
+    with without_subclasses():
+        return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -15,7 +15,6 @@ from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.ops.registry import Call, NotThisForm, RowsRead, axis_rule, reads_rows, use_rule
 from sparsedp.capture.units import Mixed, UnitAxis
 
-
 _MASKS = (torch.bool, torch.uint8)  # torch takes bytes for masks
 
 
@@ -69,10 +68,11 @@ def _searchsorted(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixe
 @axis_rule("getitem", joint=True)
 def _getitem_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
     index = call.args[1]
+    mask = _only_mask(index)
     if source is not call.args[0]:
         # An index that comes from the batch: fine as a mask, or beside an index that counts the units.
         if source.dtype in _MASKS:
-            count = _picked_from_each(call, axis) if index is source else None
+            count = _picked_from_each(call, axis) if mask is source else None
             return None if count is None else UnitAxis(0, count)
         if call.data == 1 and index is source:  # rows of a constant table
             return axis
@@ -81,7 +81,7 @@ def _getitem_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixe
             axis == UnitAxis(0) and _counts_units(call) and source.ndim == first.ndim
         )  # fewer would lie further right
         return axis if fits else Mixed("indexing with ids of the batch")
-    if isinstance(index, Tensor) and index.dtype in _MASKS:
+    if mask is not None:
         count = _picked_from_each(call, axis)
         return None if count is None else UnitAxis(0, count)
     items = list(index) if isinstance(index, tuple) else [index]
@@ -92,12 +92,20 @@ def _getitem_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixe
     return _basic_getitem(call, source, axis, items)
 
 
+def _only_mask(index: Any) -> Tensor | None:
+    """The mask of x[mask] and x[mask, :]; None for other indices."""
+    first, *others = index if isinstance(index, tuple) and index else (index,)
+    is_mask = isinstance(first, Tensor) and first.dtype in _MASKS
+    return first if is_mask and all(item is Ellipsis or item == slice(None) for item in others) else None
+
+
 def _picked_from_each(call: Call, axis: UnitAxis) -> int | None:
     """x[mask], with positions of each unit in the mask: how many it picks from every unit, if from all as many.
 
     They stay in their order: one unit's after the other's. None where a unit would have more than another, or none.
     """
-    source, mask = call.args
+    source, mask = call.args[0], _only_mask(call.args[1])
+    assert mask is not None
     has_positions = mask.ndim > 1 or axis.inner > 1
     fits = axis.dim == 0 and source.shape[0] == call.units * axis.inner and mask.shape[:1] == source.shape[:1]
     if not fits or not has_positions or not call.units:
@@ -183,6 +191,31 @@ def written_axis(target: Tensor, index: Any, value_axis: UnitAxis, value: Tensor
         if size == units and _getitem_axis(call, target, UnitAxis(dim)) == wanted
     ]
     return candidates[0] if len(candidates) == 1 else None
+
+
+def is_by_numbers(index: Any) -> bool:
+    """Whether an index is made of tensors of numbers alone."""
+    items = index if isinstance(index, (tuple, list)) and len(index) else (index,)
+    return all(isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32) for item in items)
+
+
+@axis_rule("index_put", "_index_put_impl", joint=True, in_place=True)
+def _index_put(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    """target[rows, ...] = values, where the numbers of the rows say that what each unit has goes to a row of its own."""
+    target, index, values = call.args[0], call.argument(1, "indices"), call.argument(2, "values")
+    if target.shape[:1] != (call.units,) or not is_by_numbers(index):
+        return None
+    if source is target and source is not values:
+        return axis if axis == UnitAxis(0) else None
+    parts = list(index) if isinstance(index, (tuple, list)) else [index]
+    places = torch.broadcast_tensors(*parts)[0]  # the row of each element that is written
+    rest = [1] * (target.ndim - len(parts)) if source is values else []
+    whose = torch.arange(source.shape[axis.dim], device=source.device) // axis.inner % call.units
+    whose = whose.reshape([-1 if dim == axis.dim else 1 for dim in range(source.ndim)])
+    rows = places.reshape(*places.shape, *rest)
+    if source.ndim > rows.ndim:
+        return None
+    return UnitAxis(0) if bool((rows == whose).all()) else None
 
 
 @reads_rows(Tensor.__getitem__)

@@ -255,9 +255,7 @@ def _einsum(capture: CaptureForRules, name: str, func: Callable, args: tuple, kw
             name, matrix_view.names, "it sums over the units of the batch", "keep their index in the result"
         )
     inner = x.detach().permute([data.index(c) for c in (*kept, *summed)]).flatten(len(kept)) if summed else x[..., None]
-    out = torch.einsum(
-        ",".join(given_terms) + "->" + output, *[plain(capture, operand) for operand in given]
-    )
+    out = torch.einsum(",".join(given_terms) + "->" + output, *[plain(capture, operand) for operand in given])
 
     def arranged(grad: Tensor) -> Tensor:
         grad = grad.permute([output.index(c) for c in order])
