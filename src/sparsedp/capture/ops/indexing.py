@@ -108,8 +108,10 @@ def _picked_from_each(call: Call, axis: UnitAxis) -> int | None:
     assert mask is not None
     has_positions = mask.ndim > 1 or axis.inner > 1
     fits = axis.dim == 0 and source.shape[0] == call.units * axis.inner and mask.shape[:1] == source.shape[:1]
-    if not fits or not has_positions or not call.units:
+    if not fits or not has_positions:
         return None
+    if not call.units:
+        return 1
     counts = (mask != 0).reshape(call.units, -1).sum(1)
     count = int(counts[0])
     return count if count and bool((counts == count).all()) else None
