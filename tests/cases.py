@@ -34,6 +34,11 @@ def _written(target: Tensor, values: Tensor) -> Tensor:
     return target
 
 
+def _first_columns(target: Tensor, values: Tensor) -> Tensor:
+    target[:, :, : values.shape[-1]] = values
+    return target
+
+
 def _largest(x: Tensor) -> Tensor:
     """(B, L), true at one position of each unit."""
     sizes = x.abs().sum(-1)
@@ -193,6 +198,13 @@ ELEMENTWISE = {
         Apply(lambda m, x: x * (3 * m.w).div_(2.0).add_(m.w), w=par(D)), x()
     ),
     "a copy that is written to": lambda: (Apply(lambda m, x: x * _written(1 * m.w, m.b), w=par(D), b=par(3)), x()),
+    "a parameter written into activations": lambda: (
+        Apply(lambda m, x: _first_columns(m.l(x), m.w.expand(len(x), L, 2)) * m.l(x), l=nn.Linear(D, 3), w=par(2)), x()
+    ),
+    "heads behind heads": lambda: (
+        Apply(lambda m, x: m.l(torch.cat([x.flatten(0, 1), x.sin().flatten(0, 1)])).view(2, -1, L, 3).sum(0),
+              l=nn.Linear(D, 3)), x()
+    ),
     "parameters in zeros": lambda: (
         Apply(lambda m, x: x * _written(x.new_zeros(D), m.w) + m.w.new_zeros(D).add_(m.b), w=par(3), b=par(D)), x()
     ),

@@ -56,6 +56,11 @@ def _norm_in_eval(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 
 # name -> (dimensions of the input, its parameters, the operation)
+def _written(target: Tensor, values: Tensor) -> Tensor:
+    target[..., 2:4] = values
+    return target
+
+
 OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[int], dict[str, Any]], Callable[..., Tensor]]] = {
     "linear": ((2, 3, 4), lambda n: {"l": nn.Linear(D, 6)}, lambda m, x: m.l(x)),
     "linear without bias": ((2, 3, 4), lambda n: {"l": nn.Linear(D, 6, bias=False)}, lambda m, x: m.l(x)),
@@ -99,6 +104,7 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[int], dict[str, Any]], Ca
         (3,), lambda n: {"r": sparsedp.nn.GRU(D, 6, batch_first=True)}, lambda m, x: m.r(x)[0]
     ),
     "elementwise": ((2, 3, 4), lambda n: {"p": par(D)}, lambda m, x: x * m.p),
+    "written": ((2, 3, 4), lambda n: {"l": nn.Linear(D, 6), "p": par(2)}, lambda m, x: _written(m.l(x), m.p)),
     "joined": ((3, 4), lambda n: {"p": par(1, 1, D) if n == 3 else par(1, 1, 1, D)}, lambda m, x: torch.cat(
         [m.p.expand(x.shape[0], *x.shape[1:-2], 1, D), x], -2)),
     "unit by unit": ((2, 3, 4), lambda n: {"p": par(1)}, lambda m, x: F.prelu(x, m.p)),

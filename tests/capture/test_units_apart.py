@@ -98,6 +98,12 @@ def rows_of_others(m: Any, x: Tensor) -> Tensor:
     return m.a(words)
 
 
+def parameters_by_place(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    h[:, :2] = m.a.weight[: len(x), :2]
+    return h
+
+
 def rows_by_data(m: Any, x: Tensor) -> Tensor:
     words = torch.zeros(len(x), D)
     words.index_put_(((x[:, 0] > 0).long(), torch.zeros(len(x), dtype=torch.long)), x[:, 1])
@@ -140,6 +146,10 @@ MIXING: dict[str, Callable[..., Tensor]] = {
     "einsum of a parameter by place": lambda m, x: torch.einsum("bd,bk->bdk", m.a.weight[: len(x)] * 2, x),
     "matrices by place": lambda m, x: (m.a.weight * 2)[: len(x), None] @ x[:, :, None],
     "flattened parts by place": lambda m, x: x.repeat_interleave(2, 0) + (m.a.weight * 2)[: len(x)].repeat(2, 1),
+    "parameters by place": parameters_by_place,
+    "heads of others": lambda m, x: (
+        torch.cat([m.a(x)[:, :4].reshape(-1, 2), x[:, :2].repeat(2, 1)]).view(2, -1, 2).sum(0)
+    ),
     "rows of others": rows_of_others,
     "rows by data": rows_by_data,
     "columns by units": columns_by_units,

@@ -8,6 +8,7 @@ carried to the parameter by autograd, which is affordable for parameters with fe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -176,7 +177,6 @@ def _scatter(
 
 
 def _through_autograd(expression: Expression, values: Tensor) -> Placed:
-    parameters = [parameter for _, parameter in expression.parameters]
     if values.shape[0] == 0:
         return []
     if expression.tensor._version != expression.version:
@@ -185,11 +185,21 @@ def _through_autograd(expression: Expression, values: Tensor) -> Placed:
             "that returns a new tensor."
         )
     with torch.enable_grad():
-        grads = torch.autograd.grad(
-            expression.tensor, parameters, values, is_grads_batched=True, retain_graph=True, allow_unused=True
-        )
+        try:
+            grads = _gradients(expression, values, is_grads_batched=True)
+        except RuntimeError:  # not all of torch can go back for many units at once: sparse matrices, for one
+            each = [_gradients(expression, value, is_grads_batched=False) for value in values]
+            grads = [None if grad[0] is None else torch.stack(list(grad)) for grad in zip(*each)]
     return [
         (name, Built(grad.reshape(values.shape[0], -1), 0))
         for (name, _), grad in zip(expression.parameters, grads)
         if grad is not None
     ]
+
+
+def _gradients(expression: Expression, values: Tensor, is_grads_batched: bool) -> Sequence[Tensor | None]:
+    """Of each parameter, for one gradient on the expression or, `is_grads_batched`, for many."""
+    parameters = [parameter for _, parameter in expression.parameters]
+    return torch.autograd.grad(
+        expression.tensor, parameters, values, is_grads_batched=is_grads_batched, retain_graph=True, allow_unused=True
+    )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsedp.capture.ops.elementwise import tap
 from sparsedp.capture.ops.helpers import bind
 from sparsedp.capture.ops.lookups import record_lookup, table_of, wrapped
 from sparsedp.capture.ops.protocol import CaptureForRules
@@ -249,6 +250,23 @@ def _getitem(capture: CaptureForRules, name: str, func: Callable, args: tuple, k
     capture.place(row_ids, capture.axis(ids, name, table.names))
     out = torch.embedding(table.tensor.detach(), row_ids)
     return record_lookup(capture, name, table, first, row_ids, out, None)
+
+
+@use_rule("setitem")
+def _setitem(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> None:
+    """x[:, :2] = parameter: a part of each unit's values is replaced by its own copy."""
+    target, index, value = args
+    expression = capture.expression(value)
+    items = index if isinstance(index, tuple) else (index,)
+    if expression is None or not capture.is_data(target) or any(map(is_advanced, items)):
+        raise NotThisForm
+    axis = capture.axis(target, name, expression.names)
+    part = target.detach()[index]
+    part_axis = _basic_getitem(Call("getitem", (target, index), {}, part, capture.units), target, axis, list(items))
+    if part_axis is None or not part_axis.fits(part.shape, capture.units) or value.ndim > part.ndim:
+        raise NotThisForm
+    func(target, index, tap(capture, name, expression, part_axis, part.ndim, part.shape[part_axis.dim]))
+    capture.place(target, axis)
 
 
 @axis_rule("gather", "take_along_dim", joint=True)

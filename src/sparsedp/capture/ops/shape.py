@@ -138,7 +138,7 @@ def _cat_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     if dim != axis.dim:
         return axis
     # Along the units: whole batches one after another.
-    whole = axis.inner == 1 and all(piece.shape[dim] % max(call.units, 1) == 0 for piece in pieces)
+    whole = all(piece.shape[dim] % max(call.units * axis.inner, 1) == 0 for piece in pieces)
     return axis if whole and call.data == len(pieces) else None
 
 
