@@ -202,7 +202,7 @@ ELEMENTWISE = {
         Apply(lambda m, x: _first_columns(m.l(x), m.w.expand(len(x), L, 2)) * m.l(x), l=nn.Linear(D, 3), w=par(2)), x()
     ),
     "heads behind heads": lambda: (
-        Apply(lambda m, x: m.l(torch.cat([x.flatten(0, 1), x.sin().flatten(0, 1)])).view(2, -1, L, 3).sum(0),
+        Apply(lambda m, x: sum(m.l(torch.cat([x.flatten(0, 1), x.sin().flatten(0, 1)])).chunk(2)).view(-1, L, 3),
               l=nn.Linear(D, 3)), x()
     ),
     "parameters in zeros": lambda: (
