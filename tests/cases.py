@@ -29,6 +29,31 @@ def par(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape))
 
 
+def _written(target: Tensor, values: Tensor) -> Tensor:
+    target[1:4] = values[:3]
+    return target
+
+
+def _first_columns(target: Tensor, values: Tensor) -> Tensor:
+    target[:, :, : values.shape[-1]] = values
+    return target
+
+
+def _largest(x: Tensor) -> Tensor:
+    """(B, L), true at one position of each unit."""
+    sizes = x.abs().sum(-1)
+    return sizes == sizes.amax(1, keepdim=True)
+
+
+def _bag_of_words(ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B, V), in each unit's row ones at its ids; twice, by both ways to write them."""
+    rows = torch.arange(ids.shape[0])
+    words = torch.zeros(1, dtype=dtype).repeat(len(ids), V)
+    words.index_put_((rows.repeat_interleave(ids.shape[1]), ids.flatten()), torch.ones(()).to(words), accumulate=True)
+    words[rows, ids[:, 0]] = (ids[:, 1] * 0.5).to(words)
+    return words
+
+
 LINEAR = {
     "mlp": lambda: (nn.Sequential(nn.Linear(D, 16), nn.ReLU(inplace=True), nn.Linear(16, 4)), x(B, D)),
     "inplace after the first layer": lambda: (nn.Sequential(nn.Linear(D, 4), nn.ReLU(inplace=True)), x(B, D)),
@@ -46,6 +71,37 @@ LINEAR = {
     "batched matrix": lambda: (Apply(lambda m, x: (x[:, :, None] @ m.w).squeeze(2), w=par(L, D, 2)), x()),
     "addmm on flattened": lambda: (
         Apply(lambda m, x: torch.addmm(m.b, x.reshape(-1, D), m.w).view(*x.shape[:2], 3), w=par(D, 3), b=par(3)), x()
+    ),
+    "addmm of frozen matrices": lambda: (
+        Apply(lambda m, x: m.l(torch.addmm(torch.ones(D).to(x), x, torch.eye(D).to(x)) * 2), l=nn.Linear(D, 3)), x(B, D)
+    ),
+    "baddbmm of activations": lambda: (
+        Apply(lambda m, x: torch.baddbmm(m.l(x) @ x.mT, m.l(x), x.mT, beta=0.5, alpha=2.0), l=nn.Linear(D, D)), x()
+    ),
+    "baddbmm of a matrix": lambda: (
+        Apply(lambda m, x: torch.baddbmm(m.b, x, m.w.expand(len(x), D, 3), alpha=0.5), w=par(D, 3), b=par(3)), x()
+    ),
+    "matrices of heads": lambda: (
+        Apply(
+            lambda m, x: torch.bmm(
+                x.view(-1, L, 2, 4).transpose(1, 2).reshape(-1, L, 4), (2 * m.w).repeat(len(x), 1, 1)
+            ).view(-1, 2, L, 3), w=par(2, 4, 3),
+        ), x(),
+    ),
+    "matrices from the left": lambda: (Apply(lambda m, x: m.w.sin().expand(len(x), -1, -1) @ x, w=par(1, 3, L)), x()),
+    "tensordot over two dimensions": lambda: (
+        Apply(lambda m, x: torch.tensordot(m.w, x, dims=([1, 2], [2, 1])).T, w=par(3, D, L)), x()
+    ),
+    "einsum with dots": lambda: (Apply(lambda m, x: torch.einsum("...d,dk->...k", x, m.w), w=par(D, 3)), x()),
+    "einsum without a result": lambda: (Apply(lambda m, x: torch.einsum("bld,dk", x, m.w), w=par(D, 3)), x()),
+    "einsum, units in the middle": lambda: (
+        Apply(lambda m, x: torch.einsum("lbd,ld->lb", x.transpose(0, 1), m.w).T, w=par(L, D)), x()
+    ),
+    "einsum of three": lambda: (
+        Apply(lambda m, x: torch.einsum("bld,bmd,dk->blmk", x, x.sin(), m.w), w=par(D, 3)), x()
+    ),
+    "einsum of a parameter of each unit": lambda: (
+        Apply(lambda m, x: torch.einsum("bid,bjd->bij", m.w[None].repeat(len(x), 1, 1), x), w=par(3, D)), x()
     ),
     "einsum": lambda: (Apply(lambda m, x: torch.einsum("bld,dhk->bhlk", x, m.w), w=par(D, 2, 3)), x()),
     "einsum reversed": lambda: (Apply(lambda m, x: torch.einsum("hdk,bld->blhk", m.w, x), w=par(2, D, 3)), x()),
@@ -138,6 +194,46 @@ ELEMENTWISE = {
     "scale and shift": lambda: (Apply(lambda m, x: x * m.w + m.b, w=par(D), b=par(L, 1)), x()),
     "in place": lambda: (Apply(lambda m, x: (x.sin().mul_(m.w)).add_(m.b), w=par(D), b=par(D)), x()),
     "parameter first": lambda: (Apply(lambda m, x: m.b - m.w / (2 + x.cos()), w=par(D), b=par(())), x()),
+    "a copy that is changed in place": lambda: (
+        Apply(lambda m, x: x * (3 * m.w).div_(2.0).add_(m.w), w=par(D)), x()
+    ),
+    "a copy that is written to": lambda: (Apply(lambda m, x: x * _written(1 * m.w, m.b), w=par(D), b=par(3)), x()),
+    "a parameter written into activations": lambda: (
+        Apply(lambda m, x: _first_columns(m.l(x), m.w.expand(len(x), L, 2)) * m.l(x), l=nn.Linear(D, 3), w=par(2)), x()
+    ),
+    "heads behind heads": lambda: (
+        Apply(lambda m, x: sum(m.l(torch.cat([x.flatten(0, 1), x.sin().flatten(0, 1)])).chunk(2)).view(-1, L, 3),
+              l=nn.Linear(D, 3)), x()
+    ),
+    "parameters in zeros": lambda: (
+        Apply(lambda m, x: x * _written(x.new_zeros(D), m.w) + m.w.new_zeros(D).add_(m.b), w=par(3), b=par(D)), x()
+    ),
+    "flattened choices": lambda: (
+        Apply(lambda m, x: x.flatten(0, 1) + m.e(torch.arange(D)).expand(len(x) * L, -1, -1)[:, 0] * m.w.repeat(len(x), 1),
+              e=emb(), w=par(L, D)), x()
+    ),
+    "one position of each unit": lambda: (
+        Apply(lambda m, x: m.l(x.sin()[x == x.amax((1, 2), keepdim=True)].view(len(x), 1)), l=nn.Linear(1, 3)), x()
+    ),
+    "vectors of one position each": lambda: (
+        Apply(lambda m, x: m.l(x)[_largest(x), :].view(len(x), 1, 3)[:, -1], l=nn.Linear(D, 3)), x()
+    ),
+    "rows written by their numbers": lambda: (
+        Apply(lambda m, i: m.l(_bag_of_words(i, m.l.weight.dtype)), l=nn.Linear(V, 3)), ids()
+    ),
+    "parts of complex numbers": lambda: (
+        Apply(lambda m, x: (h := (1j * m.l(x)).exp()).real + h.conj().imag, l=nn.Linear(D, 3)), x()
+    ),
+    "padding of positions": lambda: (
+        Apply(lambda m, x: m.l(F.pad(x[:, 1:], [0, 0, 0, 1, 0, 0]) + x.data), l=nn.Linear(D, 3)), x()
+    ),
+    "buckets": lambda: (
+        Apply(lambda m, x: m.e(torch.bucketize(x, torch.tensor([-1.0, 0.0, 1.0]).to(x))), e=emb()), x()
+    ),
+    "rows of a constant table": lambda: (
+        Apply(lambda m, i: m.l(torch.eye(V).to(m.l.weight).index_select(0, i.view(-1)).view(*i.shape, V)), l=nn.Linear(V, 3)),
+        ids(),
+    ),
     "1 + weight": lambda: (Apply(lambda m, x: x * (1 + m.w) * m.t.exp(), w=par(D), t=par(())), x()),
     "where": lambda: (Apply(lambda m, x: torch.where(x > 0, x, m.w), w=par(D)), x()),
     "class token": lambda: (Apply(lambda m, x: torch.cat([m.w.expand(x.shape[0], -1, -1), x], 1), w=par(1, 1, D)), x()),

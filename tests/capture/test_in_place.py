@@ -56,6 +56,11 @@ def _norm_in_eval(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
 
 
 # name -> (dimensions of the input, its parameters, the operation)
+def _written(target: Tensor, values: Tensor) -> Tensor:
+    target[..., 2:4] = values
+    return target
+
+
 OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[int], dict[str, Any]], Callable[..., Tensor]]] = {
     "linear": ((2, 3, 4), lambda n: {"l": nn.Linear(D, 6)}, lambda m, x: m.l(x)),
     "linear without bias": ((2, 3, 4), lambda n: {"l": nn.Linear(D, 6, bias=False)}, lambda m, x: m.l(x)),
@@ -66,6 +71,9 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[int], dict[str, Any]], Ca
     "matmul": ((2, 3, 4), lambda n: {"w": par(D, 6)}, lambda m, x: x @ m.w),
     "matmul from the left": ((3, 4), lambda n: {"w": par(6, L)}, lambda m, x: m.w @ x),
     "addmm": ((2,), lambda n: {"w": par(D, 6), "b": par(6)}, lambda m, x: torch.addmm(m.b, x, m.w)),
+    "baddbmm": ((3,), lambda n: {"w": par(1, D, 6), "b": par(6)}, lambda m, x: torch.baddbmm(
+        m.b, x, m.w.expand(x.shape[0], D, 6))),
+    "tensordot": ((2, 3, 4), lambda n: {"w": par(D, 6)}, lambda m, x: torch.tensordot(x, m.w, 1)),
     "einsum": ((2, 3, 4), lambda n: {"w": par(D, 6)}, lambda m, x: torch.einsum(
         f"{'bhld'[: x.ndim - 1]}z,zo->{'bhld'[: x.ndim - 1]}o", x, m.w)),
     "embedding": ((2, 3, 4), lambda n: {"e": nn.Embedding(V, 6)}, lambda m, x: m.e(_ids(x))),
@@ -96,6 +104,7 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[int], dict[str, Any]], Ca
         (3,), lambda n: {"r": sparsedp.nn.GRU(D, 6, batch_first=True)}, lambda m, x: m.r(x)[0]
     ),
     "elementwise": ((2, 3, 4), lambda n: {"p": par(D)}, lambda m, x: x * m.p),
+    "written": ((2, 3, 4), lambda n: {"l": nn.Linear(D, 6), "p": par(2)}, lambda m, x: _written(m.l(x), m.p)),
     "joined": ((3, 4), lambda n: {"p": par(1, 1, D) if n == 3 else par(1, 1, 1, D)}, lambda m, x: torch.cat(
         [m.p.expand(x.shape[0], *x.shape[1:-2], 1, D), x], -2)),
     "unit by unit": ((2, 3, 4), lambda n: {"p": par(1)}, lambda m, x: F.prelu(x, m.p)),
@@ -640,3 +649,35 @@ def test_inputs_that_ask_for_gradients(inside: bool) -> None:
     x = torch.randn(B, L, D, dtype=torch.float64)
     wanted = one_by_one(module, [x])
     assert_equal(module, capture_uses(module, [x if inside else x.clone().requires_grad_()]), wanted)
+
+
+@pytest.mark.parametrize("change", [lambda h: h.mul_(3), lambda h: h.view(-1).add_(1), lambda h: h.__setitem__(0, 2.0)])
+def test_what_is_computed_from_a_parameter_does_not_change_after_its_use(change: Callable[[Tensor], Any]) -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        scale = m.w.exp()
+        used = x * scale
+        change(scale)
+        return used + x * scale
+
+    with pytest.raises((sparsedp.UnsupportedError, RuntimeError), match=r"in place|inplace"):
+        assert_exact(Apply(forward, w=par(D)), torch.randn(SHAPES[2]))
+
+
+def test_rows_that_are_changed_in_place_are_no_rows_of_the_table_any_more() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        rows = m.e(torch.arange(D))
+        view = rows.unsqueeze(0)
+        rows.mul_(3)
+        return x[:, None] * view
+
+    assert_exact(Apply(forward, e=nn.Embedding(V + D, D)).double(), torch.randn(SHAPES[2], dtype=torch.float64))
+
+
+def test_a_view_of_zeros_that_a_parameter_is_written_to_has_its_gradient() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        zeros = torch.zeros(2, D, dtype=x.dtype)
+        row = zeros[1]
+        zeros[1] = m.w
+        return x * row + x * zeros[0]
+
+    assert_exact(Apply(forward, w=par(D)).double(), torch.randn(SHAPES[2], dtype=torch.float64))

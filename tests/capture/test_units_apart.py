@@ -92,6 +92,85 @@ EQUAL_SIZES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+def rows_of_others(m: Any, x: Tensor) -> Tensor:
+    words = torch.zeros(len(x), D)
+    words[torch.arange(len(x)).flip(0), (x[:, 0] > 0).long()] = x[:, 1]
+    return m.a(words)
+
+
+def parameters_by_place(m: Any, x: Tensor) -> Tensor:
+    h = m.a(x)
+    h[:, :2] = m.a.weight[: len(x), :2]
+    return h
+
+
+def rows_by_data(m: Any, x: Tensor) -> Tensor:
+    words = torch.zeros(len(x), D)
+    words.index_put_(((x[:, 0] > 0).long(), torch.zeros(len(x), dtype=torch.long)), x[:, 1])
+    return m.a(words)
+
+
+def columns_by_units(m: Any, x: Tensor) -> Tensor:
+    words = torch.zeros(len(x), D)
+    words[(x[:, 0] > 0).long(), torch.arange(len(x))] = x[:, 1]
+    return m.a(words)
+
+
+def the_same_mask_written(m: Any, x: Tensor) -> Tensor:
+    mask = x > 0
+    alias = torch.BoolTensor(mask)  # type: ignore[arg-type]
+    mask[:] = (x > 0).flip(0)
+    return m.a(x) * alias
+
+
+def positions_of_others(m: Any, x: Tensor) -> Tensor:
+    return m.a(x[x > 0][: x.numel() // D * 2].repeat(4)[: x.numel()].view(-1, D))
+
+
+# Operations that are followed, in forms in which units do meet.
+MIXING: dict[str, Callable[..., Tensor]] = {
+    "addmm over units": lambda m, x: torch.addmm(torch.ones(D, D), m.a(x).T, x),
+    "addmm of pairs": lambda m, x: torch.addmm(torch.ones(len(x)), m.a(x), x.T),
+    "addmm beside another's": lambda m, x: torch.addmm(m.a(x).flip(0), x, torch.eye(D)),
+    "addmm on a transposed sum": lambda m, x: torch.addmm(m.a(x).T, x, torch.eye(D)),
+    "baddbmm over units": lambda m, x: torch.baddbmm(torch.ones(1, D, D), m.a(x).T[None], x[None]),
+    "addbmm": lambda m, x: m.a(torch.addbmm(torch.zeros(D, D), x[:, :, None], x[:, None])),
+    "addmv over units": lambda m, x: torch.addmv(torch.zeros(D), m.a(x).T, x[:, 0]),
+    "tensordot over units": lambda m, x: m.a(torch.tensordot(x, x, ([0], [0]))),
+    "tensordot of pairs": lambda m, x: torch.tensordot(m.a(x), x, ([1], [1])),
+    "tensordot of a parameter over units": lambda m, x: torch.tensordot(m.a.weight[:, : len(x)], x, 1),
+    "einsum with dots over units": lambda m, x: torch.einsum("b...,b...->...", m.a(x), x),
+    "einsum with dots of pairs": lambda m, x: torch.einsum("b...,c...->bc", m.a(x), x),
+    "einsum without a result": lambda m, x: torch.einsum("bd,bk", m.a(x), x),
+    "einsum of a parameter over units": lambda m, x: torch.einsum("bd,bk,kd->dk", x, x, m.a.weight),
+    "einsum of a parameter by place": lambda m, x: torch.einsum("bd,bk->bdk", m.a.weight[: len(x)] * 2, x),
+    "matrices by place": lambda m, x: (m.a.weight * 2)[: len(x), None] @ x[:, :, None],
+    "flattened parts by place": lambda m, x: x.repeat_interleave(2, 0) + (m.a.weight * 2)[: len(x)].repeat(2, 1),
+    "parameters by place": parameters_by_place,
+    "heads of others": lambda m, x: (
+        torch.cat([m.a(x)[:, :4].reshape(-1, 2), x[:, :2].repeat(2, 1)]).view(2, -1, 2).sum(0)
+    ),
+    "rows of others": rows_of_others,
+    "rows by data": rows_by_data,
+    "columns by units": columns_by_units,
+    "a mask that was written": the_same_mask_written,
+    "what a mask picks": positions_of_others,
+    "padding among units": lambda m, x: m.a(F.pad(x, [0, 0, 1, 0])[:-1]),
+    "boundaries of the batch": lambda m, x: m.a(torch.bucketize(x, x[:, 0].sort()[0]).float()),
+    "places in the batch": lambda m, x: m.a(torch.searchsorted(x[:, 0].sort()[0], x).float()),
+    "rows of the batch": lambda m, x: m.a(x.index_select(0, (x[:, 0] > 0).long())),
+    "frequencies of units": lambda m, x: m.a(torch.fft.fft(x, dim=0).real),
+    "a changed alias": lambda m, x: m.a(x.data.copy_(x.flip(0))),
+}
+
+
+@pytest.mark.parametrize("name", MIXING)
+def test_forms_of_followed_operations_that_mix_units_are_refused(name: str) -> None:
+    with pytest.raises(REFUSED):
+        for _ in range(20):  # the loader may draw too few units to mix
+            run(MIXING[name], mean_of_squares)
+
+
 @pytest.mark.parametrize("name", EQUAL_SIZES)
 def test_sizes_that_are_equal_by_chance_do_not_mix_units(name: str) -> None:
     with pytest.raises(REFUSED):

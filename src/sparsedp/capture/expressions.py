@@ -8,7 +8,8 @@ carried to the parameter by autograd, which is affordable for parameters with fe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture.uses import Built, Linear, Lookup, Use
+from sparsedp.errors import UnsupportedError
 
 # Elements of a parameter up to which its per-unit gradient may be written out.
 SMALL = 1 << 16
@@ -29,6 +31,10 @@ class Expression:
     parameters: tuple[tuple[str, Tensor], ...]
     ids: Tensor | None = None  # of a lookup with public ids: tensor = parameter[ids]
     drawn: bool = False  # whether numbers that were drawn from the key in this pass have a part in it
+    version: int = field(init=False)  # how often `tensor` had been changed in place
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "version", self.tensor._version)
 
     @cached_property
     def names(self) -> str:
@@ -171,15 +177,29 @@ def _scatter(
 
 
 def _through_autograd(expression: Expression, values: Tensor) -> Placed:
-    parameters = [parameter for _, parameter in expression.parameters]
     if values.shape[0] == 0:
         return []
-    with torch.enable_grad():
-        grads = torch.autograd.grad(
-            expression.tensor, parameters, values, is_grads_batched=True, retain_graph=True, allow_unused=True
+    if expression.tensor._version != expression.version:
+        raise UnsupportedError(
+            f"What was computed from parameter {expression.names} was changed in place after it had been used. Use the form "
+            "that returns a new tensor."
         )
+    with torch.enable_grad():
+        try:
+            grads = _gradients(expression, values, is_grads_batched=True)
+        except RuntimeError:  # not all of torch can go back for many units at once: sparse matrices, for one
+            each = [_gradients(expression, value, is_grads_batched=False) for value in values]
+            grads = [None if grad[0] is None else torch.stack(list(grad)) for grad in zip(*each)]
     return [
         (name, Built(grad.reshape(values.shape[0], -1), 0))
         for (name, _), grad in zip(expression.parameters, grads)
         if grad is not None
     ]
+
+
+def _gradients(expression: Expression, values: Tensor, is_grads_batched: bool) -> Sequence[Tensor | None]:
+    """Of each parameter, for one gradient on the expression or, `is_grads_batched`, for many."""
+    parameters = [parameter for _, parameter in expression.parameters]
+    return torch.autograd.grad(
+        expression.tensor, parameters, values, is_grads_batched=is_grads_batched, retain_graph=True, allow_unused=True
+    )

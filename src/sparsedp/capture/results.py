@@ -13,7 +13,7 @@ from sparsedp.capture.following import follow
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.history import HiddenHistory
 from sparsedp.capture.names import all_tensors, operands_of
-from sparsedp.capture.ops.lookups import OTHER_ORDER, public_ids
+from sparsedp.capture.ops.lookups import OTHER_ORDER, moved_ids, public_ids
 from sparsedp.capture.ops.shape import SHAPE_ONLY
 from sparsedp.capture.tape import Tape
 from sparsedp.capture.tensors import CONSTANT, DRAWN, SHARED, Derived, KnownTensors
@@ -117,6 +117,8 @@ class Results:
                 "give every unit its own ids, (batch, ...), or make ids that all units share inside of forward()",
             )  # fmt: skip
         parameters = tuple(dict(pair for e in expressions for pair in e.parameters).items())
+        if ids is None and len(expressions) == 1 and expressions[0].ids is not None:
+            ids = moved_ids(name, func, args, kwargs, expressions[0].tensor, expressions[0].ids)
         for tensor in all_tensors(out):
             if tensor.requires_grad and id(tensor) not in known.private:
                 known[tensor] = Derived(parameters, ids, drawn or any(e.drawn for e in expressions))

@@ -94,6 +94,19 @@ class UnitMemory:
             if tensor is not target and memory_of(tensor) == memory:
                 self._tensors[tensor] = UnitData(None)
 
+    def _same_elements(self, tensor: Tensor) -> UnitData | None:
+        """What is known of activations that are the same elements in the same order, as in torch.BoolTensor(mask).
+
+        Not for memory that units were written to in an unknown way, or that was handed out.
+        """
+        tensors = self._tensors
+        same = {
+            tensors[other]
+            for other in tensors.tensors()
+            if isinstance(tensors.get(other), UnitData) and _elements(other) == _elements(tensor)
+        }
+        return same.pop() if len(same) == 1 else None
+
     def is_shared_by(self, tensor: Tensor) -> bool:
         """Whether a tensor of unknown origin has memory that units were written to, or that one of their tensors has.
 
@@ -112,6 +125,8 @@ class UnitMemory:
         earlier = self._earlier.get(memory)
         if earlier is not None and not earlier[0].expired():
             tensors[tensor] = EARLIER if earlier[1] is not self._current.batch else UnitData(None)
+        elif memory not in self._written and (same := self._same_elements(tensor)) is not None:
+            tensors[tensor] = same
         elif memory in self._written or any(
             memory_of(other) == memory for other in tensors.tensors() if tensors.is_data(other)
         ):
@@ -131,3 +146,8 @@ def _values(tensor: Tensor) -> Tensor:
 def _is_equal(one: Tensor, other: Tensor) -> bool:
     with without_functions():
         return torch.equal(one, other)
+
+
+def _elements(tensor: Tensor) -> tuple:
+    with without_functions():
+        return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

@@ -13,15 +13,13 @@ from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.history import HiddenHistory
 from sparsedp.capture.module_state import ModuleState
 from sparsedp.capture.ops.elementwise import POINTWISE
-from sparsedp.capture.ops.indexing import written_axis
+from sparsedp.capture.ops.indexing import is_by_numbers, written_axis
 from sparsedp.capture.ops.registry import SHAPE_IN_PLACE, VALUES_IN_PLACE, plain_name
 from sparsedp.capture.results import Results
-from sparsedp.capture.tensors import KnownTensors, memory_of
+from sparsedp.capture.tensors import DRAWN, Constant, Derived, KnownTensors, memory_of
 from sparsedp.capture.unit_memory import UnitMemory
 from sparsedp.capture.units import Info, Mixed, UnitData
 
-# What may change a number in place that was computed from parameters alone.
-_LINEAR = {"add", "iadd", "sub", "isub"}
 RunUse = Callable[[str, Callable, tuple, dict, list[Expression]], Any]
 
 
@@ -83,22 +81,36 @@ class Writes:
         data: list[Tensor],
         expressions: list[Expression],
     ) -> Any:
-        if not data and plain_name(name) in _LINEAR and self._is_alone(target, expressions):
-            return self._results.run_on_parameters(name, func, args, kwargs, expressions, False, False)
-        if any(expression.tensor is target for expression in expressions):
-            reason = "it changes a copy of the parameter in place"
-        elif not data or kwargs.get("out") is not None:
+        if kwargs.get("out") is not None:
             reason = "it writes into a tensor that is there already"
+        elif not data:
+            return self._write_parameters(func, args, kwargs, target, expressions)
+        elif any(expression.tensor is target for expression in expressions):
+            reason = "it changes a copy of the parameter in place"
         else:
             return self._run_use(name, func, args, kwargs, expressions)
         raise self._current.refuse(name, expressions[0].names, reason, "use the form that returns a new tensor")
 
-    def _is_alone(self, target: Tensor, expressions: list[Expression]) -> bool:
-        """Whether a number was computed from parameters, and no other tensor has its memory: `penalty += weight.norm()`."""
-        if target.dim() or target._is_view() or not any(expression.tensor is target for expression in expressions):
-            return False
+    def _write_parameters(
+        self, func: Callable, args: tuple, kwargs: dict, target: Tensor, expressions: list[Expression]
+    ) -> Any:
+        """Changes a copy of parameters, or writes one into a constant: what has its memory is computed from them all.
+
+        Autograd follows such writes, also into views. Uses before the write refuse in backward (`expressions.py`).
+        """
+        out = func(*args, **kwargs)
+        parameters = tuple(dict(pair for e in expressions for pair in e.parameters).items())
+        drawn = any(e.drawn for e in expressions)
         memory = memory_of(target)
-        return not any(memory_of(other) == memory for other in self._known.tensors() if other is not target)
+        for tensor in [target, *self._known.tensors()]:
+            if not tensor.requires_grad or (tensor is not target and memory_of(tensor) != memory):
+                continue
+            before = self._known.get(tensor)
+            if isinstance(before, Derived):
+                self._known[tensor] = Derived(_joined(before.parameters, parameters), None, before.drawn or drawn)
+            elif before is None or isinstance(before, Constant):
+                self._known[tensor] = Derived(parameters, None, drawn or before == DRAWN)
+        return out
 
     def _change_shape(
         self, name: str, func: Callable, args: tuple, kwargs: dict, target: Tensor, before: UnitData
@@ -117,6 +129,10 @@ class Writes:
             return UnitData(None)  # resize_, set_ and the like
         if isinstance(before, UnitData) and not written and (name == "setitem" or plain_name(name) in POINTWISE):
             return before  # a constant was written
+        if self._current.units == 1 and _is_placed(before) and all(_is_unit(self._known[tensor]) for tensor in written):
+            return before  # whatever was written is of the only unit
+        if name == "setitem" and is_by_numbers(args[1]):
+            return self._results.follow("index_put", args, kwargs, data, target)
         if name == "setitem" and len(written) == 1 and self._is_mask_of(written[0], args[1], before):
             return before  # a constant was written where a mask of the same units says
         if name == "setitem" and len(written) == 1 and isinstance(args[2], Tensor) and args[2] is written[0]:
@@ -142,10 +158,18 @@ class Writes:
             self._memory.lose(tensor)
 
 
+def _joined(one: tuple[tuple[str, Tensor], ...], other: tuple[tuple[str, Tensor], ...]) -> tuple:
+    return tuple({**dict(one), **dict(other)}.items())
+
+
 def _writes_constants(name: str, target: Tensor, data: list[Tensor]) -> bool:
     alone = all(tensor is target for tensor in data)
     return alone and (name == "setitem" or plain_name(name) in VALUES_IN_PLACE)
 
 
-def _is_placed(info: Info) -> bool:
+def _is_unit(info: Info) -> bool:
+    return isinstance(info, UnitData)
+
+
+def _is_placed(info: Any) -> bool:
     return isinstance(info, UnitData) and info.axis is not None

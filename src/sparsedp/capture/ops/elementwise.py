@@ -42,7 +42,7 @@ def _pointwise_names() -> set[str]:
         "less", "greater_equal", "less_equal", "not_equal", "type_as", "copy", "zero", "fill", "randint_like", "uniform",
         "normal", "exponential", "geometric", "cauchy", "log_normal", "random", "poisson", "binomial", "_standard_gamma",
         "native_dropout", "broadcast_tensors", "threshold", "_threshold", "bfloat16", "resolve_conj", "resolve_neg", "rdiv",
-        "arccos", "arcsin", "arctan", "arctan2", "arccosh", "arcsinh", "arctanh",
+        "real", "imag", "conj", "data", "arccos", "arcsin", "arctan", "arctan2", "arccosh", "arcsinh", "arctanh",
     }  # fmt: skip
 
 
@@ -90,6 +90,12 @@ def _elementwise(capture: CaptureForRules, name: str, func: Callable, args: tupl
     return capture.place(out, axis)
 
 
+def _unflattened(expression: Expression, dim: int, sizes: tuple[int, int, int]) -> Expression:
+    """The same with one dimension for those before the units, one for the units and one for those behind."""
+    ids = None if expression.ids is None or dim >= expression.ids.ndim else expression.ids.unflatten(dim, sizes)
+    return Expression(expression.tensor.unflatten(dim, sizes), expression.parameters, ids, expression.drawn)
+
+
 def tap(capture: CaptureForRules, name: str, expression: Expression, axis: UnitAxis, ndim: int, size: int) -> Tensor:
     """The parameter, once for every unit, in a shape that broadcasts as before; its gradient is per unit.
 
@@ -99,10 +105,9 @@ def tap(capture: CaptureForRules, name: str, expression: Expression, axis: UnitA
     dim = axis.dim - (ndim - expression.tensor.ndim)  # the dimension of the parameter that faces the units
     value = expression.tensor.detach()
     if dim >= 0 and value.shape[dim] != 1:
-        if size != units:
-            raise capture.refuse(
-                name, expression.names, "units share an axis with positions", "unflatten the input first"
-            )
+        if size != units:  # such as heads of all units, one unit's after the other's
+            apart = _unflattened(expression, dim, (size // max(units * axis.inner, 1), units, axis.inner))
+            return tap(capture, name, apart, UnitAxis(dim + 1), apart.tensor.ndim, units).flatten(dim, dim + 2)
         if units > 1 and not is_shared_along(expression, dim):
             raise capture.refuse(
                 name, expression.names,

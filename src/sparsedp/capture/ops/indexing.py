@@ -9,11 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsedp.capture.ops.elementwise import tap
 from sparsedp.capture.ops.helpers import bind
 from sparsedp.capture.ops.lookups import record_lookup, table_of, wrapped
 from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.ops.registry import Call, NotThisForm, RowsRead, axis_rule, reads_rows, use_rule
 from sparsedp.capture.units import Mixed, UnitAxis
+
+_MASKS = (torch.bool, torch.uint8)  # torch takes bytes for masks
 
 
 @axis_rule("select", "unbind")
@@ -42,18 +45,36 @@ def _narrow(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
 def _index_select_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
     if call.data > 1:
         return Mixed("indexing with ids of the batch")
-    if source is not call.args[0]:
-        return None
-    return axis if call.argument(1, "dim") % source.ndim != axis.dim else Mixed(call.name)
+    dim = call.argument(1, "dim") % max(call.out.ndim, 1)
+    if source is not call.argument(0, "input"):  # rows of a constant table
+        return UnitAxis(dim, axis.inner)
+    return axis if dim != axis.dim else Mixed(call.name)
+
+
+@axis_rule("bucketize")
+def _bucketize(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
+    """Each value by itself, where the boundaries are constant."""
+    return axis
+
+
+@axis_rule("searchsorted", joint=True)
+def _searchsorted(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
+    """Each value in the row of boundaries before which it stands, or in the only one."""
+    only = call.argument(0, "sorted_sequence").ndim == 1
+    if source is call.argument(1, "input", "self") and only and call.data == 1:
+        return axis
+    return axis if axis.dim < source.ndim - 1 and not only else Mixed(call.name)
 
 
 @axis_rule("getitem", joint=True)
 def _getitem_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
     index = call.args[1]
+    mask = _only_mask(index)
     if source is not call.args[0]:
         # An index that comes from the batch: fine as a mask, or beside an index that counts the units.
-        if source.dtype == torch.bool:
-            return None
+        if source.dtype in _MASKS:
+            count = _picked_from_each(call, axis) if mask is source else None
+            return None if count is None else UnitAxis(0, count)
         if call.data == 1 and index is source:  # rows of a constant table
             return axis
         first = index[0] if isinstance(index, tuple) else index
@@ -61,12 +82,40 @@ def _getitem_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixe
             axis == UnitAxis(0) and _counts_units(call) and source.ndim == first.ndim
         )  # fewer would lie further right
         return axis if fits else Mixed("indexing with ids of the batch")
+    if mask is not None:
+        count = _picked_from_each(call, axis)
+        return None if count is None else UnitAxis(0, count)
     items = list(index) if isinstance(index, tuple) else [index]
     if any(map(is_advanced, items)):
         if axis != UnitAxis(0):
             return None
         return axis if _counts_units(call) or _leaves_first_alone(items, source.ndim) else None
     return _basic_getitem(call, source, axis, items)
+
+
+def _only_mask(index: Any) -> Tensor | None:
+    """The mask of x[mask] and x[mask, :]; None for other indices."""
+    first, *others = index if isinstance(index, tuple) and index else (index,)
+    is_mask = isinstance(first, Tensor) and first.dtype in _MASKS
+    return first if is_mask and all(item is Ellipsis or item == slice(None) for item in others) else None
+
+
+def _picked_from_each(call: Call, axis: UnitAxis) -> int | None:
+    """x[mask], with positions of each unit in the mask: how many it picks from every unit, if from all as many.
+
+    They stay in their order: one unit's after the other's. None where a unit would have more than another, or none.
+    """
+    source, mask = call.args[0], _only_mask(call.args[1])
+    assert mask is not None
+    has_positions = mask.ndim > 1 or axis.inner > 1
+    fits = axis.dim == 0 and source.shape[0] == call.units * axis.inner and mask.shape[:1] == source.shape[:1]
+    if not fits or not has_positions:
+        return None
+    if not call.units:
+        return 1
+    counts = (mask != 0).reshape(call.units, -1).sum(1)
+    count = int(counts[0])
+    return count if count and bool((counts == count).all()) else None
 
 
 def is_advanced(item: Any) -> bool:
@@ -147,6 +196,31 @@ def written_axis(target: Tensor, index: Any, value_axis: UnitAxis, value: Tensor
     return candidates[0] if len(candidates) == 1 else None
 
 
+def is_by_numbers(index: Any) -> bool:
+    """Whether an index is made of tensors of numbers alone."""
+    items = index if isinstance(index, (tuple, list)) and len(index) else (index,)
+    return all(isinstance(item, Tensor) and item.dtype in (torch.int64, torch.int32) for item in items)
+
+
+@axis_rule("index_put", "_index_put_impl", joint=True, in_place=True)
+def _index_put(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    """target[rows, ...] = values, where the numbers of the rows say that what each unit has goes to a row of its own."""
+    target, index, values = call.args[0], call.argument(1, "indices"), call.argument(2, "values")
+    if target.shape[:1] != (call.units,) or not is_by_numbers(index):
+        return None
+    if source is target and source is not values:
+        return axis if axis == UnitAxis(0) else None
+    parts = list(index) if isinstance(index, (tuple, list)) else [index]
+    places = torch.broadcast_tensors(*parts)[0]  # the row of each element that is written
+    rest = [1] * (target.ndim - len(parts)) if source is values else []
+    whose = torch.arange(source.shape[axis.dim], device=source.device) // axis.inner % call.units
+    whose = whose.reshape([-1 if dim == axis.dim else 1 for dim in range(source.ndim)])
+    rows = places.reshape(*places.shape, *rest)
+    if source.ndim > rows.ndim:
+        return None
+    return UnitAxis(0) if bool((rows == whose).all()) else None
+
+
 @reads_rows(Tensor.__getitem__)
 def _getitem_rows(args: tuple, kwargs: dict) -> RowsRead | None:
     return RowsRead(args[0], args[1]) if len(args) == 2 else None
@@ -176,6 +250,23 @@ def _getitem(capture: CaptureForRules, name: str, func: Callable, args: tuple, k
     capture.place(row_ids, capture.axis(ids, name, table.names))
     out = torch.embedding(table.tensor.detach(), row_ids)
     return record_lookup(capture, name, table, first, row_ids, out, None)
+
+
+@use_rule("setitem")
+def _setitem(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> None:
+    """x[:, :2] = parameter: a part of each unit's values is replaced by its own copy."""
+    target, index, value = args
+    expression = capture.expression(value)
+    items = index if isinstance(index, tuple) else (index,)
+    if expression is None or not capture.is_data(target) or any(map(is_advanced, items)):
+        raise NotThisForm
+    axis = capture.axis(target, name, expression.names)
+    part = target.detach()[index]
+    part_axis = _basic_getitem(Call("getitem", (target, index), {}, part, capture.units), target, axis, list(items))
+    if part_axis is None or not part_axis.fits(part.shape, capture.units) or value.ndim > part.ndim:
+        raise NotThisForm
+    func(target, index, tap(capture, name, expression, part_axis, part.ndim, part.shape[part_axis.dim]))
+    capture.place(target, axis)
 
 
 @axis_rule("gather", "take_along_dim", joint=True)

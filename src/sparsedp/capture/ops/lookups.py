@@ -47,6 +47,34 @@ def public_ids(func: Callable, args: tuple, kwargs: dict) -> Tensor | None:
     return ids if rows.padding is None else ids.masked_fill(ids == rows.padding % count, -1)
 
 
+# What leaves rows whole: on some of them, in other places.
+_MOVING_ROWS = {"to", "unsqueeze", "expand", "expand_as", "view", "reshape", "getitem", "contiguous", "clone", "transpose",
+                "permute", "repeat", "squeeze", "narrow", "flatten", "unflatten", "index_select", "select", "float", "cpu",
+                "type_as", "movedim"}  # fmt: skip
+
+
+# Elements of rows that are numbered to see where an operation moves them: more would take as much memory as a table.
+_MAX_NUMBERED = 1 << 22
+
+
+def moved_ids(name: str, func: Callable, args: tuple, kwargs: dict, rows: Tensor, ids: Tensor) -> Tensor | None:
+    """The ids of the result of an operation on `rows`, those of a table by `ids`, if that has whole rows last."""
+    if name not in _MOVING_ROWS or not 0 < rows.numel() <= _MAX_NUMBERED:
+        return None
+    width = rows.shape[-1]
+    numbers = torch.arange(rows.numel(), device=rows.device).view(rows.shape)
+    given = [numbers if value is rows else value for value in args]
+    if name in ("to", "float", "type_as"):
+        moved: Any = numbers if func(*args, **kwargs).dtype == rows.dtype else None
+    else:
+        moved = func(*given, **{key: numbers if value is rows else value for key, value in kwargs.items()})
+    if not isinstance(moved, Tensor) or moved.ndim == 0 or moved.shape[-1] != width or not moved.numel():
+        return None
+    first = moved[..., :1]
+    whole = bool((first % width == 0).all()) and torch.equal(moved, first + torch.arange(width, device=rows.device))
+    return ids.reshape(-1)[first.squeeze(-1) // width] if whole else None
+
+
 def wrapped(ids: Tensor, rows: int) -> Tensor:
     """Negative ids count from the end."""
     return torch.where(ids < 0, ids + rows, ids).long()

@@ -120,8 +120,9 @@ def _repeat_interleave(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis |
 
 @axis_rule("pad", "constant_pad_nd")
 def _pad(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
-    padded = len(call.argument(1, "pad")) // 2
-    return axis if axis.dim < source.ndim - padded else None
+    pad = list(call.argument(1, "pad"))
+    place = 2 * (source.ndim - 1 - axis.dim)  # the last dimension's two sizes come first
+    return axis if not any(pad[place : place + 2]) else None
 
 
 @axis_rule("stack", joint=True)
@@ -137,7 +138,7 @@ def _cat_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     if dim != axis.dim:
         return axis
     # Along the units: whole batches one after another.
-    whole = axis.inner == 1 and all(piece.shape[dim] % max(call.units, 1) == 0 for piece in pieces)
+    whole = all(piece.shape[dim] % max(call.units * axis.inner, 1) == 0 for piece in pieces)
     return axis if whole and call.data == len(pieces) else None
 
 
