@@ -103,8 +103,9 @@ OPERATIONS = {
         Apply(lambda m, x: m.t(x.sum(0).long()[None] % 9), t=nn.Embedding(9, D)), torch.randn(B, D), ["reduced", "sum"],
     ),
     "fused lstm": (
-        Apply(lambda m, x: torch.lstm_cell(x, (x, x), m.a, m.b), a=nn.Parameter(torch.randn(4 * D, D)),
-              b=nn.Parameter(torch.randn(4 * D, D))), torch.randn(B, D), ["sparsedp.nn.LSTM"],
+        Apply(lambda m, x: torch.lstm(x[None], (x[None], x[None]), [m.a, m.b], False, 1, 0.0, True, False, False)[0],
+              a=nn.Parameter(torch.randn(4 * D, D)), b=nn.Parameter(torch.randn(4 * D, D))),
+        torch.randn(B, D), ["sparsedp.nn.LSTM", "replace_recurrent=True"],
     ),
 }  # fmt: skip
 
