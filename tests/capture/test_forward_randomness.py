@@ -426,10 +426,10 @@ def test_large_masks_are_drawn_in_parts_that_fit_together() -> None:
     wanted = (((pairs[:, 0] >> np.uint64(6)) << np.uint64(27)) | (pairs[:, 1] >> np.uint64(5))) * 2.0**-53
     assert np.array_equal(draws().uniform((count,), torch.float64).numpy(), wanted)
     for law in (torch.float32, torch.float64):
-        normals = draws().standard_normal((count,), law).numpy()
-        alone = np.empty(count, normals.dtype)
+        drawn = draws().standard_normal((count,), law).numpy()
+        alone = np.empty(count, drawn.dtype)
         normals.fill_normal(alone, 1.0, key)
-        assert np.array_equal(normals, alone)
+        assert np.array_equal(drawn, alone)
 
 
 def test_draws_of_a_pass_do_not_overlap() -> None:
