@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSparse, join_digests
 from sparsedp.clipping import Clipping
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnitsMixedError
-from sparsedp.nn import replaced
+from sparsedp.fused import replace_fused
 from sparsedp.refusals import refuse_module
 from sparsedp.sampling import BatchInfo, PrivateLoader, collate_anew
 
@@ -257,7 +257,7 @@ class _Trial:
         self.dtype = dtype
         self._module = _copied(module).cpu().to(dtype)
         if replace_recurrent:
-            replaced.replace_recurrent(self._module)
+            replace_fused(self._module)
             refuse_module(self._module)
         self._loss_fn, self.reduction = loss_fn, loss_reduction
         self.draws = RepeatedDraws()

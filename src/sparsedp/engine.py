@@ -20,7 +20,7 @@ from sparsedp.capture import Capture, Draws, PublicInputs
 from sparsedp.check import CheckReport
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.fallback import fallback_tables
-from sparsedp.nn.replaced import replace_recurrent, restore_recurrent
+from sparsedp.fused import replace_fused, restore_fused
 from sparsedp.noise import GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import PrivacyPlan, default_delta, require_delta
@@ -79,7 +79,7 @@ class PrivacyEngine:
         self._checked = 0  # units that sparsedp.check looked at
         self._lineage = checkpoint.Lineage()  # the checkpoints that were written or read here
         self._capture: Capture | None = None
-        self._recurrent: list[nn.RNNBase] = []  # layers of torch that run as ours
+        self._recurrent: list[nn.Module] = []  # layers of torch that run as ours
 
     # ------------------------------------------------------------------ making things private
 
@@ -130,11 +130,11 @@ class PrivacyEngine:
     @contextmanager
     def _replaced(self, module: nn.Module, execution: ExecutionSettings) -> Iterator[None]:
         """Lets torch's recurrent layers run as ours, if that is wanted; not if what happens inside fails."""
-        layers = replace_recurrent(module) if execution.replace_recurrent else []
+        layers = replace_fused(module) if execution.replace_recurrent else []
         try:
             yield
         except BaseException:
-            restore_recurrent(layers)
+            restore_fused(layers)
             raise
         self._recurrent = layers
 
@@ -228,7 +228,7 @@ class PrivacyEngine:
             self._optimizer.owner.detach()
         if self._module is not None:
             leaving.unwatch(self._module)
-        restore_recurrent(self._recurrent)
+        restore_fused(self._recurrent)
 
     def settle(self) -> None:
         """Gives every row the noise that LazyDP still owes it. Whatever lets weights out does this by itself."""

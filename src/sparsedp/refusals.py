@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from sparsedp._torch import BatchNormBase
 from sparsedp.errors import UnsupportedError
+from sparsedp.fused import is_replaced
 from sparsedp.mechanisms import Mechanism
-from sparsedp.nn.recurrent import Recurrent
 from sparsedp.tables import find_tables
 
 _RECURRENT = {nn.LSTM: "LSTM", nn.GRU: "GRU", nn.RNN: "RNN"}
@@ -38,7 +38,7 @@ def _why_not(module: nn.Module) -> str | None:
             "with eval() and "
             "keep it there."
         )
-    if isinstance(module, nn.RNNBase) and not isinstance(module, Recurrent) and trained:
+    if isinstance(module, nn.RNNBase) and not is_replaced(module) and trained:
         name = next((name for kind, name in _RECURRENT.items() if isinstance(module, kind)), "RNN")
         return (
             f"torch's {name} is fused and hides its uses. Pass replace_recurrent=True, which lets it run as sparsedp.nn.{name} "

@@ -110,6 +110,7 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[int], dict[str, Any]], Ca
     "unit by unit": ((2, 3, 4), lambda n: {"p": par(1)}, lambda m, x: F.prelu(x, m.p)),
     "softmax over a table": ((3,), lambda n: {"w": par(V, D)}, lambda m, x: sparsedp.nn.table_softmax_loss(
         x, m.w, _ids(x)) [:, None] * torch.ones(1, 6, dtype=x.dtype)),
+    "gru_cell": ((2,), lambda n: {"c": nn.GRUCell(D, 6)}, lambda m, x: m.c(x)),
     "parts of a linear": ((2, 3, 4), lambda n: {"l": nn.Linear(D, 12)}, lambda m, x: m.l(x)[..., 6:]),
 }  # fmt: skip
 CASES = [(name, dims) for name, (all_dims, _, _) in OPERATIONS.items() for dims in all_dims]
@@ -586,10 +587,13 @@ def test_results_are_not_written_to_tensors_that_are_there() -> None:
     for forward in (
         lambda m, x: torch.matmul(x, m.w, out=torch.zeros(B, 3)),
         lambda m, x: torch.add(x, m.b, out=torch.zeros(B, D)),
-        lambda m, x: operator.iadd(torch.zeros(D), m.b) * x,
     ):
         with pytest.raises(UnsupportedError, match="writes into a tensor"):
             capture_uses(Apply(forward, w=par(D, 3), b=par(D)), [torch.randn(B, D)])
+
+
+def test_a_parameter_that_is_added_to_zeros_is_exact() -> None:
+    assert_exact(Apply(lambda m, x: operator.iadd(torch.zeros(D).to(x), m.b) * x, b=par(D)), torch.randn(B, D))
 
 
 # ---------------------------------------------------------------------- a gradient that does not arrive

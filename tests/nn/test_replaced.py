@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sparsedp
 from sparsedp.errors import SparseDPError, UnsupportedError
-from sparsedp.nn.replaced import replace_recurrent, restore_recurrent
+from sparsedp.fused import replace_fused, restore_fused
 from support import Apply, assert_exact
 
 LAYERS = {"LSTM": nn.LSTM, "GRU": nn.GRU, "RNN": nn.RNN}
@@ -49,12 +49,12 @@ def test_replaced_layers_compute_the_same_and_are_exact(kind: str, form: dict[st
     ids = torch.randint(0, 9, (4, 3))
     before, weights = module(ids), copy.deepcopy(module.state_dict())
     layer = module.recurrent
-    layers = replace_recurrent(module)
+    layers = replace_fused(module)
     assert layers == [layer] and isinstance(layer, LAYERS[kind]) and type(layer) is not LAYERS[kind]
     torch.testing.assert_close(module(ids), before)
     assert list(module.state_dict()) == list(weights)
     assert_exact(module, ids)
-    restore_recurrent(layers)
+    restore_fused(layers)
     assert type(layer) is LAYERS[kind] and module.recurrent is layer
     assert torch.equal(module(ids), before)
 
@@ -63,7 +63,7 @@ def test_relu() -> None:
     layer = nn.RNN(4, 3, nonlinearity="relu", batch_first=True)
     x = torch.randn(2, 5, 4)
     before = layer(x)
-    replace_recurrent(layer)
+    replace_fused(layer)
     torch.testing.assert_close(layer(x), before)
     ours = sparsedp.nn.RNN(4, 3, nonlinearity="relu", batch_first=True)
     ours.load_state_dict(layer.state_dict())
