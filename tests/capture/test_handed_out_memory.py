@@ -121,3 +121,57 @@ def test_reading_is_fine() -> None:
     x = torch.randn(8, 5)
     moved = contribution(Apply(forward, layer=nn.Linear(5, 3)), (x, torch.zeros(8)), lambda m, b: m(b[0]).tanh().sum())
     assert 0 < moved <= 1 + 1e-4
+
+
+def data_of_an_input_of_a_use(m: Any, x: Tensor) -> Tensor:
+    h = x * 1.0
+    alias = h.data
+    out = m.layer(h)
+    alias[1:] = alias[:1]
+    return out
+
+
+def view_of_data(m: Any, x: Tensor) -> Tensor:
+    h = x * 1.0
+    alias = h.data.view(-1)
+    out = m.layer(h)
+    del h
+    alias[5:].copy_(alias[:-5])
+    return out
+
+
+def what_autograd_keeps(m: Any, x: Tensor) -> Tensor:
+    h = m.layer(x)
+    out = h * h
+    h.data.copy_(h.data[:1].expand_as(h))
+    return out
+
+
+def another_tensor_on_its_memory(m: Any, x: Tensor) -> Tensor:
+    h = x * 1.0
+    alias = torch.FloatTensor(h)
+    out = m.layer(h)
+    alias[1:] = alias[:1]
+    return out
+
+
+@pytest.mark.parametrize(
+    "attack", [data_of_an_input_of_a_use, view_of_data, what_autograd_keeps, another_tensor_on_its_memory]
+)
+def test_units_cannot_be_written_behind_autograds_back(attack: Callable) -> None:
+    """x.data has its own count of changes: what uses and autograd had kept was changed unnoticed, by 10 C."""
+    torch.manual_seed(0)
+    x = torch.randn(8, 5) * 3
+    x[0] *= 50
+    with pytest.raises((sparsedp.UnsupportedError, sparsedp.UnitsMixedError)):
+        contribution(Apply(attack, layer=nn.Linear(5, 3)), (x, torch.zeros(8)), lambda m, b: m(b[0]).tanh().sum())
+
+
+def test_data_may_be_read() -> None:
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.layer(x)
+        return h * h.data.abs()
+
+    x = torch.randn(8, 5)
+    moved = contribution(Apply(forward, layer=nn.Linear(5, 3)), (x, torch.zeros(8)), lambda m, b: m(b[0]).tanh().sum())
+    assert 0 < moved <= 1 + 1e-4

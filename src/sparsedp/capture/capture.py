@@ -327,6 +327,8 @@ class Capture:
         if kwargs or is_in_place(name):
             target = written_tensor(name, args, kwargs)
             if target is not None:
+                if self._memory.aliases and grad_enabled:
+                    self._memory.refuse_unheard_write(target, name)
                 out = self._writes.run(name, func, args, kwargs, target, data, expressions, shared)
                 if self._memory.handed_out:
                     self._memory.note_write(target)
@@ -394,6 +396,8 @@ class Capture:
             return self._results.run_unfollowed(name, func, args, kwargs, data)
         out = func(*args, **kwargs)
         self._results.note(name, func, args, kwargs, data, out)
+        if name == "data":
+            self._memory.add_alias(out)
         if kwargs and kwargs.get("out") is not None:  # several of them
             for tensor in all_tensors(kwargs["out"]):
                 self._memory.lose_aliases(tensor)

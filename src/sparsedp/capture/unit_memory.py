@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -33,12 +34,14 @@ class UnitMemory:
         # In earlier passes, as long as it lives, and of which batch the units were.
         self._earlier: dict[int, tuple[StorageWeakRef, HasUnits]] = {}
         self.handed_out: dict[int, HandedOut] = {}  # in this forward pass, until its uses are collected
+        # Tensors with the memory of activations that count their changes by themselves, by their id.
+        self.aliases: dict[int, weakref.ref[Tensor]] = {}
 
     def begin(self) -> None:
         """Before a forward pass."""
         if self._earlier:
             self._earlier = {memory: entry for memory, entry in self._earlier.items() if not entry[0].expired()}
-        self._written, self.handed_out = {}, {}
+        self._written, self.handed_out, self.aliases = {}, {}, {}
 
     def end(self) -> None:
         """After a forward pass."""
@@ -75,6 +78,22 @@ class UnitMemory:
                     f"The memory of an activation was given away by '{entry.operation}' and then changed where capture does not "
                     "see it, which may mix units. Change a copy, such as x.numpy().copy(), or use torch operations."
                 )
+
+    def add_alias(self, tensor: Tensor) -> None:
+        """A tensor has the memory of an activation, and autograd does not hear of changes to it: x.data, for one."""
+        self.aliases[id(tensor)] = weakref.ref(tensor)
+
+    def refuse_unheard_write(self, target: Tensor, operation: str) -> None:
+        """Raises if a write to `target` would change an activation that autograd, or a use, still needs as it is."""
+        with without_functions():
+            whole = target if target._base is None else target._base
+        alias = self.aliases.get(id(whole))
+        if alias is not None and alias() is whole:
+            raise UnsupportedError(
+                f"Operation '{operation}'{self._current.where()} changes an activation through x.data, or through another tensor "
+                "that has its memory, of which autograd does not hear: gradients of other units might be made of what it writes. "
+                "Change the activation itself, or a copy: x.detach().clone()."
+            )
 
     def note_write(self, target: Tensor) -> None:
         """An operation that was seen changed a tensor in place."""
@@ -134,6 +153,7 @@ class UnitMemory:
         else:
             tensors[tensor] = CONSTANT
             return False
+        self.add_alias(tensor)
         return True
 
 
