@@ -327,9 +327,9 @@ class Capture:
         if kwargs or is_in_place(name):
             target = written_tensor(name, args, kwargs)
             if target is not None:
-                if self._memory.aliases and grad_enabled:
-                    self._memory.refuse_unheard_write(target, name)
                 out = self._writes.run(name, func, args, kwargs, target, data, expressions, shared)
+                if self._memory.aliases and grad_enabled and known.known_axis(target) is None:
+                    self._memory.refuse_unheard_write(target, name)
                 if self._memory.handed_out:
                     self._memory.note_write(target)
                 return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import NamedTuple
 
 import torch
@@ -34,8 +33,9 @@ class UnitMemory:
         # In earlier passes, as long as it lives, and of which batch the units were.
         self._earlier: dict[int, tuple[StorageWeakRef, HasUnits]] = {}
         self.handed_out: dict[int, HandedOut] = {}  # in this forward pass, until its uses are collected
-        # Tensors with the memory of activations that count their changes by themselves, by their id.
-        self.aliases: dict[int, weakref.ref[Tensor]] = {}
+        # Tensors with the memory of activations that count their changes by themselves, by their id, in this pass. They are
+        # held: the base of a view would be another object once it had died.
+        self.aliases: dict[int, Tensor] = {}
 
     def begin(self) -> None:
         """Before a forward pass."""
@@ -48,7 +48,7 @@ class UnitMemory:
         self.require_unchanged()
         for memory, tensor in self._written.items():
             self._earlier[memory] = StorageWeakRef(tensor.untyped_storage()), self._current.batch
-        self._written = {}
+        self._written, self.aliases = {}, {}
 
     def clear(self) -> None:
         """Lets go of the memory of this pass, whose uses are collected."""
@@ -81,14 +81,13 @@ class UnitMemory:
 
     def add_alias(self, tensor: Tensor) -> None:
         """A tensor has the memory of an activation, and autograd does not hear of changes to it: x.data, for one."""
-        self.aliases[id(tensor)] = weakref.ref(tensor)
+        self.aliases[id(tensor)] = tensor
 
     def refuse_unheard_write(self, target: Tensor, operation: str) -> None:
-        """Raises if a write to `target` would change an activation that autograd, or a use, still needs as it is."""
+        """After a write that may have moved units: raises if autograd, and what uses kept, did not hear of it."""
         with without_functions():
             whole = target if target._base is None else target._base
-        alias = self.aliases.get(id(whole))
-        if alias is not None and alias() is whole:
+        if id(whole) in self.aliases:
             raise UnsupportedError(
                 f"Operation '{operation}'{self._current.where()} changes an activation through x.data, or through another tensor "
                 "that has its memory, of which autograd does not hear: gradients of other units might be made of what it writes. "
