@@ -223,7 +223,7 @@ def _case(name: str, kind: str, model: str, changes: dict[str, Any], batch_norm:
     return Case(
         name, "recbole", _build(kind, model, changes, batch_norm), interactions, the_loss,
         penalty=None if penalty is None else lambda module: penalty(module.model),
-        loss_reduction="sum" if model == "ConvNCF" else "mean",
+        loss_reduction="sum" if model in ("CDAE", "ConvNCF") else "mean",
     )  # fmt: skip
 
 
