@@ -203,6 +203,11 @@ def _caser(model: Any) -> Tensor:
     return model.reg_weight * model.reg_loss([part.weight for part in norms]) + model.reg_loss_conv_h()
 
 
+def _cdae(model: Any) -> Tensor:
+    weights = [model.h_user.weight, model.h_item.weight]
+    return model.reg_weight_1 * sum(w.norm(p=1) for w in weights) + model.reg_weight_2 * sum(w.norm() for w in weights)
+
+
 # What the loss adds that depends on parameters alone.
 PENALTIES: dict[str, Callable[[Any], Tensor]] = {
     **dict.fromkeys(("ConvNCF", "FISM", "NAIS", "PNN"), lambda model: model.reg_loss()),
@@ -211,6 +216,7 @@ PENALTIES: dict[str, Callable[[Any], Tensor]] = {
     "EulerNet": lambda model: model.RegularLoss(model.reg_weight),
     **dict.fromkeys(("DCN", "DCNV2"), lambda model: model.reg_weight * model.reg_loss(model.cross_layer_w)),
     "Caser": _caser,
+    "CDAE": _cdae,
     "NextItNet": lambda model: (
         model.reg_weight * model.reg_loss([model.item_embedding.weight, model.final_layer.weight]) + model.reg_loss_rb()
     ),
