@@ -1,0 +1,153 @@
+"""A lower bound on epsilon from scores of canaries that were in and of canaries that were out.
+
+What is guessed may depend on the scores, but not on who was in. Where several ways of guessing are tried and the best one is
+kept, each must pay for all: their number is fixed ahead and the significance divided by it, or the choice is made on other
+scores than the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+from scipy.special import betaincinv
+
+from sparsedp.audit.numbers import finite_vector, probability
+from sparsedp.audit.one_run import at_least, epsilon_by_counts, gaussian_epsilon_by_counts
+from sparsedp.errors import SparseDPError, suggestion
+from sparsedp.noise import RandomKey
+
+# The shares of the canaries that are guessed, from the ends of the order of scores: tried one after another, and paid for.
+_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125)
+# The shares of the scores below which thresholds of independent scores may lie; finer at the ends, where the bounds are.
+_LEVELS = np.unique(np.concatenate([np.linspace(0, 1, 101), np.linspace(0, 0.05, 51), np.linspace(0.95, 1, 51)]))
+# Fewer would be in, or more, with this probability if fair coins had decided.
+_UNFAIR = 1e-9
+
+
+def epsilon_lower_bound(
+    in_scores: Any, out_scores: Any, *, delta: float, significance: float = 0.05, method: str = "one_run"
+) -> float:
+    """An epsilon that the training does not keep below at `delta`, with confidence 1 - `significance`; 0: nothing is shown.
+
+    `in_scores` belong to the canaries that were trained on and `out_scores` to those that were not; higher means more likely
+    in. "one_run": all are of one run, each was in by a fair coin (Steinke et al. 2023). "one_run_fdp": likewise, if the
+    training's trade-off curve is a Gaussian mechanism's (Mahloujifar et al. 2024), a tighter bound. "clopper_pearson": the
+    scores are independent, one of each run. Of all scores together only their order counts.
+    """
+    inside, outside = finite_vector("in_scores", in_scores), finite_vector("out_scores", out_scores)
+    delta, significance = probability("delta", delta, zero=True), probability("significance", significance)
+    if method not in _METHODS:
+        allowed = ", ".join(_METHODS)
+        raise SparseDPError(f"method must be one of {allowed}, not {method!r}{suggestion(method, _METHODS)}")
+    return _METHODS[method](inside, outside, delta, significance)
+
+
+def _one_run(inside: np.ndarray, outside: np.ndarray, delta: float, significance: float) -> float:
+    return _best_guess(inside, outside, delta, significance, epsilon_by_counts)
+
+
+def _one_run_fdp(inside: np.ndarray, outside: np.ndarray, delta: float, significance: float) -> float:
+    return _best_guess(inside, outside, delta, significance, gaussian_epsilon_by_counts)
+
+
+def _best_guess(
+    inside: np.ndarray, outside: np.ndarray, delta: float, significance: float,
+    bound: Callable[[int, int, int, float, float], float],
+) -> float:  # fmt: skip
+    """The largest bound of all ways of guessing, each at its share of the significance."""
+    count = len(inside) + len(outside)
+    if at_least(max(len(inside), len(outside)), count, 0.5) < _UNFAIR:
+        raise SparseDPError(
+            f"{len(inside)} of {count} canaries were in. In one run each must be in by a fair coin, and these were not: "
+            "the bound would mean nothing. For scores of independent runs use method 'clopper_pearson'."
+        )
+    each = significance / (2 * len(_SHARES))
+    best = 0.0
+    for guesses, correct in _guesses(inside, outside):
+        best = max(best, bound(count, guesses, correct, delta, each))
+    return best
+
+
+def _guesses(inside: np.ndarray, outside: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Numbers of guesses and of right ones: of the highest scores "in", and of the lowest as well "out"."""
+    both = np.sort(np.concatenate([inside, outside]))
+    for share in _SHARES:
+        for sides in (1, 2):
+            wanted = int(share * len(both) / sides)
+            high = _number_of_highest(both, wanted)
+            low = _number_of_highest(-both[::-1], wanted) if sides == 2 else 0
+            high = min(high, len(both) - low)
+            guesses, correct = 0, 0
+            if high:
+                least = both[len(both) - high]
+                guesses, correct = high, int((inside >= least).sum())
+            if low:
+                most = both[low - 1]
+                guesses, correct = guesses + low, correct + int((outside <= most).sum())
+            if guesses:
+                yield guesses, correct
+
+
+def _number_of_highest(ascending: np.ndarray, wanted: int) -> int:
+    """How many of the highest are above all others, at most `wanted`: equal scores are all guessed, or none of them.
+
+    Where they came from would otherwise decide, and with it who was in.
+    """
+    if wanted <= 0:
+        return 0
+    if wanted >= len(ascending):
+        return len(ascending)
+    edge = ascending[len(ascending) - wanted]
+    if ascending[len(ascending) - wanted - 1] < edge:
+        return wanted
+    return len(ascending) - int(np.searchsorted(ascending, edge, side="right"))
+
+
+def _clopper_pearson(inside: np.ndarray, outside: np.ndarray, delta: float, significance: float) -> float:
+    """A threshold is chosen on one half of the scores and tested on the other.
+
+    (epsilon, delta)-DP bounds P[in >= t] by e^epsilon P[out >= t] + delta, and P[out < t] by P[in < t] likewise. Both
+    probabilities are bounded by Clopper and Pearson's intervals, at half of the significance each.
+    """
+    (first_in, second_in), (first_out, second_out) = _halves(inside), _halves(outside)
+    if not len(first_in) or not len(first_out):
+        return 0.0
+    first = np.concatenate([first_in, first_out])
+    thresholds = np.unique(np.quantile(first, _LEVELS, method="nearest"))
+    choices = []
+    for is_above in (True, False):
+        chosen_by = _bounds(first_in, first_out, thresholds, is_above, delta, significance / 2)
+        best = int(np.argmax(chosen_by))
+        choices.append((float(chosen_by[best]), thresholds[best : best + 1], is_above))
+    _, threshold, is_above = max(choices, key=lambda choice: choice[0])
+    return max(0.0, float(_bounds(second_in, second_out, threshold, is_above, delta, significance / 2)[0]))
+
+
+def _bounds(
+    inside: np.ndarray, outside: np.ndarray, thresholds: np.ndarray, is_above: bool, delta: float, each: float
+) -> np.ndarray:
+    """The bound of each threshold, from the scores that are not below it or, otherwise, from those that are; (n,)."""
+    hits, false_alarms = (len(scores) - np.searchsorted(np.sort(scores), thresholds) for scores in (inside, outside))
+    counts, other_counts = (hits, len(inside)), (false_alarms, len(outside))
+    if not is_above:
+        counts, other_counts = (len(outside) - false_alarms, len(outside)), (len(inside) - hits, len(inside))
+    least = _lower(*counts, each) - delta
+    most = 1 - _lower(other_counts[1] - other_counts[0], other_counts[1], each)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(least > 0, np.log(least / most), -np.inf)
+
+
+def _lower(successes: np.ndarray, trials: int, significance: float) -> np.ndarray:
+    """Clopper and Pearson's lower bound on a probability."""
+    return np.where(successes > 0, betaincinv(np.maximum(successes, 1), trials - successes + 1, significance), 0.0)
+
+
+def _halves(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Two halves in an order of their own: whoever gives scores may have sorted them."""
+    order = RandomKey.from_seed(0).generator(len(scores)).permutation(len(scores))
+    return scores[order[: len(scores) // 2]], scores[order[len(scores) // 2 :]]
+
+
+_METHODS = {"one_run": _one_run, "one_run_fdp": _one_run_fdp, "clopper_pearson": _clopper_pearson}
