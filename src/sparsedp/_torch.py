@@ -25,9 +25,11 @@ __all__ = [
     "StorageWeakRef",
     "compiler_callback",
     "current_backward",
+    "float32_precision",
     "function_mode_at",
     "function_mode_count",
     "functorch_interpreter",
+    "is_any_autocast_enabled",
     "is_functorch_tensor",
     "is_tracing",
     "module_backward_hooks",
@@ -57,3 +59,6 @@ functorch_interpreter = torch._C._functorch.peek_interpreter_stack  # None outsi
 is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None or False where nothing is compiled
 is_tracing = torch._C._is_tracing
+is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # on whatever device
+# In which precision a backend multiplies float32 numbers: "none" (nothing was asked for), "ieee", "tf32" or "bf16".
+float32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)  # None before torch 2.9

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSparse, join_digests
+from sparsedp.capture.precision import LOW_PRECISION
 from sparsedp.clipping import Clipping
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnitsMixedError
 from sparsedp.fused import replace_fused
@@ -255,7 +256,7 @@ class _Trial:
             refuse_module(module)
         self._original = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.dtype = dtype
-        self._module = _copied(module).cpu().to(dtype)
+        self._module = _copied(module).cpu()._apply(lambda tensor: _converted(tensor, dtype))
         if replace_recurrent:
             replace_fused(self._module)
             refuse_module(self._module)
@@ -267,7 +268,7 @@ class _Trial:
 
     def converted(self, batch: Any) -> Any:
         """A batch with its floating-point numbers in the type of the module's."""
-        return _map(batch, lambda t: t.detach().cpu().to(self.dtype) if t.is_floating_point() else t.detach().cpu())
+        return _map(batch, lambda t: _converted(t.detach().cpu(), self.dtype))
 
     def _loss(self, batch: Any, captured: bool) -> Tensor:
         args, kwargs, target = ((), batch, batch) if isinstance(batch, Mapping) else (batch[:-1], {}, batch[-1])
@@ -349,6 +350,11 @@ class _Trial:
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor of the module or batch as the check has it. One in low precision stays: a step would see it as well."""
+    return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype not in LOW_PRECISION else tensor
 
 
 def _copied(module: nn.Module) -> nn.Module:

@@ -53,6 +53,7 @@ from sparsedp.capture.ops import run_use
 from sparsedp.capture.ops.normalisation import BATCH_STATISTICS, takes_batch_statistics
 from sparsedp.capture.ops.registry import AXIS_RULES, plain_name
 from sparsedp.capture.ops.shape import SHAPE_ONLY
+from sparsedp.capture.precision import LOW_PRECISION, low_precision_refused, refuse_autocast, refuse_rounding
 from sparsedp.capture.randomness import COUNTING, TRAINING, WITHOUT_GRADIENT, Draws, draws_nothing, may_draw
 from sparsedp.capture.results import Results
 from sparsedp.capture.scripted import ScriptedFunctions
@@ -174,6 +175,8 @@ class Capture:
         refuse_compilation()
         if module._backward_hooks or module._backward_pre_hooks:
             refuse_backward_hooks(name, module)
+        if self._pass.modules and torch.is_grad_enabled():
+            refuse_autocast()  # in which a part of forward() runs
         if not self._pass.modules:
             self._begin(name, args, kwargs)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -235,6 +238,8 @@ class Capture:
         """A loss may not depend on an output that capture did not see being made."""
         for tensor in all_tensors(output, objects=True):
             info = self._known.get(tensor)
+            if tensor.dtype in LOW_PRECISION and tensor.requires_grad:
+                raise low_precision_refused(tensor, "An output of forward()", "")
             if not isinstance(info, (Mixed, Derived)) and self._known.known_axis(tensor) is None:
                 self._tape.refuse_in_loss(tensor, is_unseen=info is None)
 
@@ -267,6 +272,7 @@ class Capture:
 
         `tensors` are the module's `named_tensors`, where the caller has them already.
         """
+        refuse_rounding()  # in what is to be made of the uses
         self._state.require_unwritten(tensors)
         self._state.went_back = False
         self._memory.clear()
@@ -307,6 +313,8 @@ class Capture:
                 info = known[tensor] if self._memory.is_shared_by(tensor) else None
             if isinstance(info, (UnitData, Mixed)):
                 data.append(tensor)
+                if tensor.dtype in LOW_PRECISION and (tensor.requires_grad or self._functions.is_running):
+                    raise low_precision_refused(tensor, f"An operand of operation '{name}'", self.where())
             elif info is SHARED:
                 shared = True
             elif isinstance(info, Constant):
@@ -345,6 +353,8 @@ class Capture:
     def _require_expression(self, tensor: Tensor, operation: str) -> Expression | None:
         """What is known of an operand that asks for its gradient; None if it is somebody else's, and not private."""
         expression = self.expression(tensor)
+        if tensor.dtype in LOW_PRECISION:
+            raise low_precision_refused(tensor, f"An operand of operation '{operation}'", self.where())
         if expression is None and tensor.is_leaf:
             self._tape.has_foreign_leaf = True
         elif expression is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -18,6 +17,7 @@ from sparsedp._torch import (
     module_backward_pre_hooks,
     without_subclasses,
 )
+from sparsedp.capture.precision import refuse_rounding
 from sparsedp.errors import SparseDPError, UnsupportedError
 
 # Methods and attributes through which gradients can be read or changed.
@@ -169,20 +169,7 @@ def _compilation() -> UnsupportedError:
 
 def refuse_surroundings() -> None:
     """What would change gradients, or run uses twice, around a forward pass with gradients on."""
-    if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
-        raise UnsupportedError(
-            "torch.autocast rounds per-unit gradients before they are clipped. Train without autocast."
-        )
-    if torch.get_float32_matmul_precision() != "highest":
-        raise UnsupportedError(
-            "torch.set_float32_matmul_precision rounds the sums of clipped gradients by more than their norms allow for. Train "
-            "with 'highest', which is torch's default."
-        )
-    if np.float32(1e-40) * np.float32(1) == 0:
-        raise UnsupportedError(
-            "torch.set_flush_denormal(True) lets small gradients vanish from norms that are not small any more when they are "
-            "added up. Train without it."
-        )
+    refuse_rounding()
     if module_backward_hooks or module_backward_pre_hooks:
         raise UnsupportedError(
             "A backward hook for all modules is registered, which may do anything to gradients, also mix those of different "

@@ -20,6 +20,7 @@ from sparsedp.capture.expressions import Expression, Placed
 from sparsedp.capture.forward_pass import ForwardPass, HasUnits
 from sparsedp.capture.functions import APPLY
 from sparsedp.capture.module_state import ModuleState
+from sparsedp.capture.precision import refuse_rounding
 from sparsedp.capture.terms import PublicTerm
 from sparsedp.capture.uses import Use
 from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
@@ -248,6 +249,7 @@ class Tape:
 
     def _note_backward_pass(self) -> None:
         """At the first gradient of a backward pass: which of the uses it will come by, whether or not they hear of it."""
+        refuse_rounding()
         self._backward_pass, self._state.went_back = current_backward(), True
         self.expected += [record for _, node, record in self.awaited if will_run(node)]
 
