@@ -15,6 +15,7 @@ from sparsedp.capture.history import HiddenHistory
 from sparsedp.capture.names import all_tensors, operands_of
 from sparsedp.capture.ops.lookups import OTHER_ORDER, moved_ids, public_ids
 from sparsedp.capture.ops.shape import SHAPE_ONLY
+from sparsedp.capture.owned_rows import rows_made
 from sparsedp.capture.tape import Tape
 from sparsedp.capture.tensors import CONSTANT, DRAWN, SHARED, Derived, KnownTensors
 from sparsedp.capture.unit_memory import UnitMemory
@@ -65,9 +66,11 @@ class Results:
             return
         if func in OTHER_ORDER:
             name = f"torch.{name}"  # for which there is no rule
-        for tensor in outputs:
-            info = known[tensor] = self.follow(name, args, kwargs, data, tensor)
-            if isinstance(info, UnitData) and info.axis is None:
+        made = rows_made(name, args, kwargs, outputs, known.info, self._current.units)
+        for number, tensor in enumerate(outputs):
+            info = made[number] if made is not None else self.follow(name, args, kwargs, data, tensor)
+            known[tensor] = info
+            if info == UnitData(None):
                 self._tape.refuse_in_loss(tensor)
         if not torch.is_grad_enabled():
             for tensor in outputs:

@@ -127,6 +127,8 @@ class Writes:
         written = [tensor for tensor in data if tensor is not target]
         if name != "setitem" and plain_name(name) not in VALUES_IN_PLACE:
             return UnitData(None)  # resize_, set_ and the like
+        if isinstance(before, UnitData) and (before.rows is not None or before.numbers is not None):
+            return self._results.follow(plain_name(name), args, kwargs, data, target)
         if isinstance(before, UnitData) and not written and (name == "setitem" or plain_name(name) in POINTWISE):
             return before  # a constant was written
         if self._current.units == 1 and _is_placed(before) and all(_is_unit(self._known[tensor]) for tensor in written):
