@@ -363,12 +363,14 @@ class _Index(NamedTuple):
 
 def _index_of(source: Tensor, items: list[Any], info_of: InfoOf, units: int) -> _Index | None:
     """An index of whole slices and, side by side, numbers and one-dimensional tensors or a mask; None for others."""
+    if not all(item is None or item is Ellipsis or isinstance(item, (slice, int, Tensor)) for item in items):
+        return None
     taken = sum(item.ndim if _is_mask(item) else 1 for item in items if item is not None and item is not Ellipsis)
     spelt: list[Any] = []
     for item in items:
         spelt += [slice(None)] * (source.ndim - taken) if item is Ellipsis else [item]
     advanced = [n for n, item in enumerate(spelt) if item is not None and not isinstance(item, slice)]
-    if not advanced or advanced[-1] - advanced[0] != len(advanced) - 1 or len(spelt) - spelt.count(None) > source.ndim + 1:
+    if not advanced or advanced[-1] - advanced[0] != len(advanced) - 1:
         return None
     columns: list[_Column] = []
     dim = 0
