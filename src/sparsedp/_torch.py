@@ -57,3 +57,9 @@ functorch_interpreter = torch._C._functorch.peek_interpreter_stack  # None outsi
 is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 compiler_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback  # None or False where nothing is compiled
 is_tracing = torch._C._is_tracing
+
+
+def pad_packed(data: torch.Tensor, batch_sizes: torch.Tensor) -> torch.Tensor:
+    """The rows of a packed sequence, padded with zeros: (sequences, steps, ...), in the order of the packed sequence."""
+    padded, _ = torch._VF._pad_packed_sequence(data, batch_sizes, True, 0.0, len(batch_sizes))  # type: ignore[attr-defined]
+    return padded

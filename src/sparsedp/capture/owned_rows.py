@@ -450,6 +450,8 @@ def _picked(call: Call, info_of: InfoOf) -> Info | None:
     """x[numbers], x[mask] and index_select."""
     source, items = call.argument(0, "input"), _items(call)
     info = info_of(source)
+    if info is None and items is not None:
+        return _picked_of_constant(call, source, items, info_of)
     if items is None or not isinstance(info, UnitData) or _is_followed_by_axis(call, info_of):
         return None
     place = place_of(source, info, call.units)
@@ -464,6 +466,17 @@ def _picked(call: Call, info_of: InfoOf) -> Info | None:
     if info.numbers is not None:
         return UnitData(None, numbers=RowNumbers(owners, info.numbers.counted))
     return placed_rows(index.at, owners)
+
+
+def _picked_of_constant(call: Call, source: Tensor, items: list[Any], info_of: InfoOf) -> Info | None:
+    """constant[numbers], where the constant has the same for all rows, such as an initial state of zeros."""
+    index = _index_of(source, items, info_of, call.units)
+    if index is None or len(index.columns) != 1:
+        return None
+    (column,) = index.columns
+    if column.counted is None or column.owners is None or source.shape[column.dim] != len(column.counted.units):
+        return None
+    return placed_rows(index.at, column.owners) if is_shared_along(source, column.dim) else None
 
 
 def _is_followed_by_axis(call: Call, info_of: InfoOf) -> bool:
