@@ -94,10 +94,9 @@ class Expression:
     def small(self) -> bool:
         return self.size <= SMALL
 
-    @property
-    def is_small_as_copy(self) -> bool:
-        """Whether its gradient may be written out where every unit meets a copy of it, which has its size already."""
-        return self.size <= max(SMALL, _COPIES * self.tensor.numel())
+    def is_small_beside(self, elements: int) -> bool:
+        """Whether its gradient may be written out for every unit, where each meets a copy with so many elements anyway."""
+        return self.size <= max(SMALL, _COPIES * elements)
 
 
 def joined_lookups(expressions: Sequence[Expression]) -> tuple[LookedUp, ...]:

@@ -170,6 +170,16 @@ def _padded(args: tuple, kwargs: dict, outputs: list[Tensor], info_of: InfoOf, u
     return [placed_rows(0 if batch_first else 1, packed.sequences), placed_rows(0, packed.sequences)]
 
 
+def _packed_rows(args: tuple, kwargs: dict, outputs: list[Tensor], info_of: InfoOf, units: int) -> list[Info] | None:
+    """`sparsedp.nn.packed.packed_rows`: (sequences, steps, ...) as rows like those that they were made of."""
+    steps, data, sizes = args
+    place, like = (place_of(tensor, info_of(tensor), units) for tensor in (steps, data))
+    packed = None if like is None or like.dim != 0 else like.owners.packed
+    if place is None or place.dim != 0 or like is None or packed is None or not torch.equal(packed.sizes, sizes):
+        return [LOST]
+    return [UnitData(None, Rows(0, like.owners))] if place.owners.same(packed.sequences) else [LOST]
+
+
 def _time_steps(args: tuple, kwargs: dict, outputs: list[Tensor], info_of: InfoOf, units: int) -> list[Info] | None:
     """`sparsedp.nn.packed.time_steps`: (sequences, steps, ...), for layers that look at no step behind a sequence's end."""
     source, sizes = args
@@ -189,6 +199,7 @@ _MAKERS: dict[str, Callable[[tuple, dict, list[Tensor], InfoOf, int], list[Info]
     "_pack_padded_sequence": _packed,
     "_pad_packed_sequence": _padded,
     "time_steps": _time_steps,
+    "packed_rows": _packed_rows,
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
+from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import handle_torch_function, has_torch_function
 
 from sparsedp._torch import pad_packed
@@ -20,16 +20,22 @@ def time_steps(data: Tensor, batch_sizes: Tensor) -> Tensor:
     return pad_packed(data, batch_sizes)
 
 
+def packed_rows(steps: Tensor, data: Tensor, batch_sizes: Tensor) -> Tensor:
+    """`steps` (sequences, steps, ...), in the order of the packed sequence `data`, as rows like those of it."""
+    if has_torch_function((steps, data, batch_sizes)):
+        return handle_torch_function(packed_rows, (steps, data, batch_sizes), steps, data, batch_sizes)
+    return torch.cat([steps[:size, step] for step, size in enumerate(batch_sizes.tolist())])
+
+
 def unpacked(packed: PackedSequence) -> tuple[Tensor, Tensor]:
     """(sequences, steps, ...) in the order of the packed sequence, and which of the steps are there, bool (sequences, steps, 1)."""
     data, sizes = packed.data, packed.batch_sizes
     return time_steps(data, sizes), time_steps(torch.ones_like(data[:, :1]), sizes) > 0
 
 
-def packed_like(packed: PackedSequence, output: Tensor, is_there: Tensor) -> PackedSequence:
+def packed_like(packed: PackedSequence, output: Tensor) -> PackedSequence:
     """`output` (sequences, steps, ...), packed as `packed` is."""
-    lengths = is_there.sum((1, 2)).cpu()
-    data = pack_padded_sequence(output, lengths, batch_first=True).data
+    data = packed_rows(output, packed.data, packed.batch_sizes)
     return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
 
 

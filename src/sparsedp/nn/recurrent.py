@@ -113,7 +113,7 @@ class Recurrent(nn.Module, ABC):
                 initial = [reordered(given, x.sorted_indices) for given in initial]
             output, final = self._layers(padded, initial, states, is_there)
             final = tuple(reordered(state, x.unsorted_indices) for state in final)
-            return packed_like(x, output, is_there), final
+            return packed_like(x, output), final
         if x.dim() != 3:
             raise UnsupportedError(
                 f"{name} takes 3-D input with a batch axis, not shape {tuple(x.shape)}: the time axis of an "

@@ -40,15 +40,15 @@ def require_functional(capture: CaptureForRules, name: str, func: Callable, func
 
 def require_placeable(capture: CaptureForRules, name: str, expression: Expression) -> None:
     if not expression.is_view and expression.ids is None:
-        require_small(capture, name, expression, as_copy=True)
+        require_small(capture, name, expression, expression.tensor.numel())
 
 
-def require_small(capture: CaptureForRules, name: str, expression: Expression, as_copy: bool = False) -> None:
+def require_small(capture: CaptureForRules, name: str, expression: Expression, copied: int = 0) -> None:
     """Raises if the gradient of what is computed from parameters is too large to write out for every unit.
 
-    `as_copy`: every unit meets a copy of its own.
+    `copied`: how many elements the copy has that every unit meets.
     """
-    if not (expression.is_small_as_copy if as_copy else expression.small):
+    if not expression.is_small_beside(copied):
         raise capture.refuse(
             name,
             expression.names,
