@@ -62,3 +62,9 @@ is_tracing = torch._C._is_tracing
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # on whatever device
 # In which precision a backend multiplies float32 numbers: "none" (nothing was asked for), "ieee", "tf32" or "bf16".
 float32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)  # None before torch 2.9
+
+
+def pad_packed(data: torch.Tensor, batch_sizes: torch.Tensor) -> torch.Tensor:
+    """The rows of a packed sequence, padded with zeros: (sequences, steps, ...), in the order of the packed sequence."""
+    padded, _ = torch._VF._pad_packed_sequence(data, batch_sizes, True, 0.0, len(batch_sizes))  # type: ignore[attr-defined]
+    return padded

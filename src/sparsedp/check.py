@@ -95,12 +95,14 @@ def check(
         count = max(2, min(_COLLATED, data_loader.batch_size or _COLLATED))
         batch, alone = collate_anew(data_loader, count, examined=isinstance(data_loader, PrivateLoader))
         comparisons.append((batch, len(alone), lambda _, unit: alone[unit]))
+    trial = None
     try:
         with _default_dtype(torch.float64):
             trial = _Trial(module, loss_fn, loss_reduction, replace_recurrent, torch.float64)
             return _compare_all(trial, comparisons, units)
     except SparseDPError:
-        raise
+        if trial is None or all(parameter.dtype == torch.float64 for parameter in trial.parameters.values()):
+            raise  # else the model itself made float32 of some parameters, by module.float() in forward()
     except RuntimeError as error:
         if not re.search(r"dtype|scalar type|data type|Double", str(error)):
             raise

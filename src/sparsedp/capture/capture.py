@@ -53,9 +53,11 @@ from sparsedp.capture.ops import run_use
 from sparsedp.capture.ops.normalisation import BATCH_STATISTICS, takes_batch_statistics
 from sparsedp.capture.ops.registry import AXIS_RULES, plain_name
 from sparsedp.capture.ops.shape import SHAPE_ONLY
+from sparsedp.capture.owned_rows import NUMBERED, index_by_numbered
 from sparsedp.capture.precision import LOW_PRECISION, low_precision_refused, refuse_autocast, refuse_rounding
 from sparsedp.capture.randomness import COUNTING, TRAINING, WITHOUT_GRADIENT, Draws, draws_nothing, may_draw
 from sparsedp.capture.results import Results
+from sparsedp.capture.row_uses import by_rows
 from sparsedp.capture.scripted import ScriptedFunctions
 from sparsedp.capture.tape import Tape
 from sparsedp.capture.tensors import CONSTANT, SHARED, Constant, Derived, KnownTensors
@@ -135,7 +137,11 @@ class Capture:
         # What rules (`ops/protocol.py`) and custom functions ask, answered by the part that knows.
         self.expression, self.is_data, self.info = self._known.expression, self._known.is_data, self._known.info
         self.axis, self.known_axis, self.place = self._known.axis, self._known.known_axis, self._known.place
-        self.is_end_to_end = self._known.is_end_to_end
+        self.is_end_to_end, self.rows, self.place_rows = (
+            self._known.is_end_to_end,
+            self._known.rows,
+            self._known.place_rows,
+        )
         self.keep, self.refuse, self.where = self._tape.keep, self._pass.refuse, self._pass.where
         self.lose, self.whose_memory = self._memory.lose, self._state.whose_memory
         self.private_memory, self.forget_history = self._state.private_memory, self._history.clear
@@ -328,6 +334,9 @@ class Capture:
         if self._generators_before is not None and may_draw(name) and not draws_nothing(name, args, kwargs):
             first = known[data[0]] if data else None
             func, drawn = self.draws.replacing(name, func, first.axis if isinstance(first, UnitData) else None), True
+        if name == "getitem" and data and (taken := index_by_numbered(args, known.get)) is not None:
+            self._state.taken_out, args = name, taken
+            data = [tensor for tensor in data if known.get(tensor) is not NUMBERED]
         if expressions and data and not shared:
             joined = sign_of_term(name, args, kwargs, map(known.get, data), expressions)
             if joined is not None:
@@ -425,7 +434,8 @@ class Capture:
                 name, expressions[0].names, "which rows it takes depends on the whole batch", "take a fixed part"
             )
         self._tape.use, before = (name, expressions), self._tape.records
-        out = run_use(self, name, func, args, kwargs, expressions)
+        seen = by_rows(self, self._known, name, args, kwargs)
+        out = run_use(self if seen is None else seen, name, func, args, kwargs, expressions)
         if self._tape.records == before:
             raise self.refuse(
                 name, ", ".join(e.names for e in expressions), "its rule keeps no use of the parameter", "report it"

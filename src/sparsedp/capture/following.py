@@ -17,6 +17,7 @@ from sparsedp.capture.ops.indexing import is_advanced
 from sparsedp.capture.ops.lookups import is_bag_of_each
 from sparsedp.capture.ops.losses import LOSSES, place_in_loss
 from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call, plain_name
+from sparsedp.capture.owned_rows import follow_rows
 from sparsedp.capture.units import Info, Mixed, UnitAxis, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
 
@@ -34,6 +35,9 @@ def follow(
     call = Call(plain_name(name), args, kwargs, out, units, len(operands))
     if len(operands) == 1 and (simple := _follow_alone(call, *operands[0])) is not None:
         return simple
+    of_rows = follow_rows(call, operands, where)
+    if of_rows is not None:
+        return of_rows
     mixes = [info for _, info in operands if isinstance(info, Mixed)]
     if mixes:
         of_whole_batch = [info for info in mixes if isinstance(info, WholeBatch)]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsedp._torch import without_subclasses
+from sparsedp.capture.names import operation_name
 from sparsedp.capture.tensors import memory_of
 from sparsedp.errors import UnsupportedError
 
@@ -98,7 +99,7 @@ class ModuleState:
 
     def write_constants(self, name: str, func: Callable, args: tuple, kwargs: dict, target: Tensor) -> Any:
         """An operation that changes parameter or buffer `name`, or a view of it, without looking at the batch."""
-        if self.taken_out:
+        if self.taken_out and not _sets_same_elements(func, args):
             raise UnsupportedError(
                 f"'{name}' was changed during forward{self._where()}, after '{self.taken_out}' had made a Python value "
                 "of the batch in the same pass. If the one comes from the other, private data reach the state_dict without "
@@ -192,3 +193,13 @@ def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
         if part._modules:
             waiting += [(f"{prefix}{name}.", child) for name, child in part._modules.items() if child is not None]
     return tensors
+
+
+def _sets_same_elements(func: Callable, args: tuple) -> bool:
+    """Whether an operation is x.data = y with the very elements that x has, as in module.to(dtype) where it has that dtype."""
+    if operation_name(func) != "set_data" or len(args) != 2 or not isinstance(args[1], Tensor):
+        return False
+    one, other = (
+        (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.numel() > 0) for tensor in args
+    )
+    return one == other and one[-1]

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsedp.capture.expressions import Expression
+from sparsedp.capture.expressions import Expression, LookedUp, joined_lookups
 from sparsedp.capture.following import follow
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.history import HiddenHistory
 from sparsedp.capture.names import all_tensors, operands_of
 from sparsedp.capture.ops.lookups import OTHER_ORDER, moved_ids, public_ids
 from sparsedp.capture.ops.shape import SHAPE_ONLY
+from sparsedp.capture.owned_rows import rows_made
 from sparsedp.capture.tape import Tape
 from sparsedp.capture.tensors import CONSTANT, DRAWN, SHARED, Derived, KnownTensors
 from sparsedp.capture.unit_memory import UnitMemory
@@ -65,9 +66,11 @@ class Results:
             return
         if func in OTHER_ORDER:
             name = f"torch.{name}"  # for which there is no rule
-        for tensor in outputs:
-            info = known[tensor] = self.follow(name, args, kwargs, data, tensor)
-            if isinstance(info, UnitData) and info.axis is None:
+        made = rows_made(name, args, kwargs, outputs, known.info, self._current.units)
+        for number, tensor in enumerate(outputs):
+            info = made[number] if made is not None else self.follow(name, args, kwargs, data, tensor)
+            known[tensor] = info
+            if info == UnitData(None):
                 self._tape.refuse_in_loss(tensor)
         if not torch.is_grad_enabled():
             for tensor in outputs:
@@ -108,7 +111,7 @@ class Results:
         """An operation on private parameters and constants; `shared`: and on inputs that all units share."""
         known = self._known
         out = func(*args, **kwargs)
-        ids = None
+        ids, looked_up = None, joined_lookups(expressions)
         if len(expressions) == 1 and expressions[0].tensor is expressions[0].parameters[0][1]:
             ids = public_ids(func, args, kwargs)
         if shared and (ids is not None or name in ("embedding", "getitem", "index_select")):
@@ -117,9 +120,11 @@ class Results:
                 "give every unit its own ids, (batch, ...), or make ids that all units share inside of forward()",
             )  # fmt: skip
         parameters = tuple(dict(pair for e in expressions for pair in e.parameters).items())
+        if ids is not None and isinstance(out, Tensor) and out.requires_grad:
+            looked_up = (LookedUp(*expressions[0].parameters[0], out, ids),)
         if ids is None and len(expressions) == 1 and expressions[0].ids is not None:
             ids = moved_ids(name, func, args, kwargs, expressions[0].tensor, expressions[0].ids)
         for tensor in all_tensors(out):
             if tensor.requires_grad and id(tensor) not in known.private:
-                known[tensor] = Derived(parameters, ids, drawn or any(e.drawn for e in expressions))
+                known[tensor] = Derived(parameters, ids, drawn or any(e.drawn for e in expressions), looked_up)
         return out

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from sparsedp._torch import is_functorch_tensor, without_subclasses
-from sparsedp.capture.expressions import Expression
+from sparsedp.capture.expressions import Expression, LookedUp
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.inputs import advice
-from sparsedp.capture.units import Mixed, UnitAxis, UnitData, WholeBatch
+from sparsedp.capture.units import Mixed, Rows, UnitAxis, UnitData, WholeBatch, placed_rows
 from sparsedp.errors import UnsupportedError
 
 
@@ -29,6 +29,7 @@ class Derived:
     parameters: tuple[tuple[str, Tensor], ...]
     ids: Tensor | None
     drawn: bool  # whether numbers from the key have a part in it
+    looked_up: tuple[LookedUp, ...] = ()
 
 
 class Shared:
@@ -85,6 +86,11 @@ class KnownTensors:
         self[out] = UnitData(axis)
         return out
 
+    def place_rows(self, out: Tensor, rows: Rows) -> Tensor:
+        """Notes whose the rows of a tensor are that a rule made, and returns it."""
+        self[out] = placed_rows(rows.dim, rows.owners)
+        return out
+
     def expression(self, tensor: Any) -> Expression | None:
         """What is known of a tensor that depends on private parameters alone; None for any other."""
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
@@ -94,7 +100,7 @@ class KnownTensors:
             return parameter
         info = self.get(tensor)
         if isinstance(info, Derived):
-            return Expression(tensor, info.parameters, info.ids, info.drawn)
+            return Expression(tensor, info.parameters, info.ids, info.drawn, info.looked_up)
         return None
 
     def info(self, tensor: Tensor) -> Any:
@@ -109,7 +115,7 @@ class KnownTensors:
     def is_end_to_end(self, tensor: Tensor) -> bool:
         """Whether its values lie end to end, as those of bags with offsets do, or in an order that is not known."""
         info = self.get(tensor)
-        return info.in_order if isinstance(info, WholeBatch) else info == UnitData(None)
+        return info.in_order if isinstance(info, WholeBatch) else isinstance(info, UnitData) and info.axis is None
 
     def known_axis(self, tensor: Tensor) -> UnitAxis | None:
         """The unit axis of a tensor; None where it has none, or it is not known."""
@@ -117,6 +123,11 @@ class KnownTensors:
         if not isinstance(info, UnitData) or info.axis is None or not info.axis.fits(tensor.shape, self._current.units):
             return None
         return info.axis
+
+    def rows(self, tensor: Any) -> Rows | None:
+        """The rows of a tensor that have owners instead of a unit axis; None where it has none."""
+        info = self.get(tensor) if isinstance(tensor, Tensor) else None
+        return info.rows if isinstance(info, UnitData) else None
 
     def axis(self, tensor: Tensor, operation: str, names: str) -> UnitAxis:
         """The unit axis of an activation that meets the parameters `names`, or an error."""

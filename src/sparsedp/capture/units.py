@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -30,11 +31,64 @@ class UnitAxis(NamedTuple):
         return shape[self.dim] == 0 if block == 0 else shape[self.dim] > 0 and shape[self.dim] % block == 0
 
 
+@dataclass(frozen=True, eq=False)
+class Owners:
+    """Whose the rows along some dimension are: `units`, int64 (n,), has the unit of each.
+
+    Where units decide how many rows they have, or the order, as a mask or a sort does, no `UnitAxis` says it. `inner` is that
+    of the `UnitAxis` that says it, if one does.
+    """
+
+    units: Tensor
+    inner: int | None = None
+    keys: Tensor | None = None  # what the rows are sorted by, (n,): each number is decided by the row's own unit
+    packed: Packed | None = None
+
+    def same(self, other: Owners) -> bool:
+        return self is other or torch.equal(self.units, other.units)
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Of the rows of a packed sequence: how many each time step has, whose the sequences are, and how long the padded ones."""
+
+    sizes: Tensor
+    sequences: Owners
+    length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Rows along dimension `dim`, each of one unit: index i belongs to unit owners.units[i].
+
+    Nothing may depend on a row's number: others decide it.
+    """
+
+    dim: int
+    owners: Owners
+
+
+@dataclass(frozen=True, eq=False)
+class RowNumbers:
+    """Of a tensor (n,) of numbers of rows: `owners` of the numbers, and of the rows that they count.
+
+    Each number is that of a row of its own unit, which this unit decides: units[numbers] = owners.
+    """
+
+    owners: Owners
+    counted: Owners
+
+
 @dataclass(frozen=True)
 class UnitData:
-    """A tensor that depends on the batch. `axis` is None where the position of the units is not known."""
+    """A tensor that depends on the batch. `axis` is None where the position of the units is not known.
+
+    Two more are known without an axis: `rows` that have owners, and `numbers` of such rows.
+    """
 
     axis: UnitAxis | None
+    rows: Rows | None = None
+    numbers: RowNumbers | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +110,16 @@ class WholeBatch(Mixed):
 
 
 Info = UnitData | Mixed
+
+
+def owners_of_axis(axis: UnitAxis, size: int, units: int) -> Owners:
+    """Of the rows along a dimension of this size."""
+    return Owners(torch.arange(size) // axis.inner % max(units, 1), axis.inner if size == units * axis.inner else None)
+
+
+def placed_rows(dim: int, owners: Owners) -> UnitData:
+    """Rows along a dimension, by an axis where there is one."""
+    return UnitData(UnitAxis(dim, owners.inner)) if owners.inner is not None else UnitData(None, Rows(dim, owners))
 
 
 def unit_first(tensor: Tensor, axis: UnitAxis, units: int) -> Tensor:

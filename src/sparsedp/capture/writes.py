@@ -15,6 +15,7 @@ from sparsedp.capture.module_state import ModuleState
 from sparsedp.capture.ops.elementwise import POINTWISE
 from sparsedp.capture.ops.indexing import is_by_numbers, written_axis
 from sparsedp.capture.ops.registry import SHAPE_IN_PLACE, VALUES_IN_PLACE, plain_name
+from sparsedp.capture.owned_rows import is_shared_along
 from sparsedp.capture.results import Results
 from sparsedp.capture.tensors import DRAWN, Constant, Derived, KnownTensors, memory_of
 from sparsedp.capture.unit_memory import UnitMemory
@@ -127,6 +128,8 @@ class Writes:
         written = [tensor for tensor in data if tensor is not target]
         if name != "setitem" and plain_name(name) not in VALUES_IN_PLACE:
             return UnitData(None)  # resize_, set_ and the like
+        if isinstance(before, UnitData) and (before.rows is not None or before.numbers is not None):
+            return self._results.follow(plain_name(name), args, kwargs, data, target)
         if isinstance(before, UnitData) and not written and (name == "setitem" or plain_name(name) in POINTWISE):
             return before  # a constant was written
         if self._current.units == 1 and _is_placed(before) and all(_is_unit(self._known[tensor]) for tensor in written):
@@ -134,7 +137,9 @@ class Writes:
         if name == "setitem" and is_by_numbers(args[1]):
             return self._results.follow("index_put", args, kwargs, data, target)
         if name == "setitem" and len(written) == 1 and self._is_mask_of(written[0], args[1], before):
-            return before  # a constant was written where a mask of the same units says
+            # A constant was written where a mask of the same units says. One that differs from place to place is given to
+            # a place by how many others have.
+            return before if _is_same_everywhere(target, *args[1:]) else UnitData(None)
         if name == "setitem" and len(written) == 1 and isinstance(args[2], Tensor) and args[2] is written[0]:
             info = self._known[written[0]]
             if isinstance(info, Mixed) or info.axis is None:
@@ -165,6 +170,14 @@ def _joined(one: tuple[tuple[str, Tensor], ...], other: tuple[tuple[str, Tensor]
 def _writes_constants(name: str, target: Tensor, data: list[Tensor]) -> bool:
     alone = all(tensor is target for tensor in data)
     return alone and (name == "setitem" or plain_name(name) in VALUES_IN_PLACE)
+
+
+def _is_same_everywhere(target: Tensor, index: Any, value: Any) -> bool:
+    """Whether all places that target[mask, ...] = value writes to get the same."""
+    if not isinstance(value, Tensor):
+        return True
+    ndim = target.ndim - (index[0] if isinstance(index, tuple) else index).ndim + 1
+    return value.ndim < ndim or is_shared_along(value, value.ndim - ndim)
 
 
 def _is_unit(info: Info) -> bool:

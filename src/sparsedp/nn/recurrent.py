@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from sparsedp.errors import UnsupportedError
+from sparsedp.nn.packed import packed_like, reordered, unpacked
 
 # h, or h and c: each [batch, hidden] inside a layer, [layers * directions, batch, hidden] outside.
 State = tuple[Tensor, ...]
@@ -100,21 +101,38 @@ class Recurrent(nn.Module, ABC):
     def _cell(self, from_input: Tensor, from_hidden: Tensor, state: State) -> State:
         """The next state from both projections, [batch, gates * hidden]."""
 
-    def _run(self, x: Tensor, initial: Sequence[Tensor] | None, states: int) -> tuple[Tensor, State]:
+    def _run(
+        self, x: Tensor | PackedSequence, initial: Sequence[Tensor] | None, states: int
+    ) -> tuple[Tensor | PackedSequence, State]:
         """All layers: output in x's layout, and the final states."""
         name = f"sparsedp.nn.{type(self).__name__}"
         if isinstance(x, PackedSequence):
-            raise UnsupportedError(
-                f"{name} does not take a PackedSequence, which interleaves units and time steps: pass the "
-                "padded tensor (torch.nn.utils.rnn.pad_sequence) and mask the outputs beyond each length."
-            )
+            padded, is_there = unpacked(x)
+            if initial is not None:
+                self._require_states(initial, padded.shape[0], states)
+                initial = [reordered(given, x.sorted_indices) for given in initial]
+            output, final = self._layers(padded, initial, states, is_there)
+            final = tuple(reordered(state, x.unsorted_indices) for state in final)
+            return packed_like(x, output), final
         if x.dim() != 3:
             raise UnsupportedError(
                 f"{name} takes 3-D input with a batch axis, not shape {tuple(x.shape)}: the time axis of an "
                 "unbatched sequence would pass for units. Add a batch axis with unsqueeze."
             )
-        if not self.batch_first:
-            x = x.transpose(0, 1)
+        output, final = self._layers(x if self.batch_first else x.transpose(0, 1), initial, states)
+        return (output if self.batch_first else output.transpose(0, 1)), final
+
+    def _require_states(self, initial: Sequence[Tensor], batch: int, states: int) -> None:
+        shape = (self.num_layers * (1 + self.bidirectional), batch, self.hidden_size)
+        if [tuple(given.shape) for given in initial] != [shape] * states:
+            name, shapes = f"sparsedp.nn.{type(self).__name__}", [tuple(given.shape) for given in initial]
+            raise ValueError(f"{name}: initial state has shapes {shapes}, expected {[shape] * states}.")
+
+    def _layers(
+        self, x: Tensor, initial: Sequence[Tensor] | None, states: int, is_there: Tensor | None = None
+    ) -> tuple[Tensor, State]:
+        """All layers on [batch, length, in]. `is_there`, bool [batch, length, 1], says which time steps there are; None: all."""
+        name = f"sparsedp.nn.{type(self).__name__}"
         batch, length, width = x.shape
         if width != self.input_size or length == 0:
             raise ValueError(
@@ -124,10 +142,7 @@ class Recurrent(nn.Module, ABC):
         shape = (self.num_layers * (1 + self.bidirectional), batch, self.hidden_size)
         if initial is None:
             initial = [x.new_zeros(shape)] * states
-        if [tuple(given.shape) for given in initial] != [shape] * states:
-            shapes = [tuple(given.shape) for given in initial]
-            raise ValueError(f"{name}: initial state has shapes {shapes}, expected {[shape] * states}.")
-
+        self._require_states(initial, batch, states)
         initial = [given if given.requires_grad else _of_units(given, x[:, 0, :1]) for given in initial]
 
         finals: list[State] = []
@@ -137,23 +152,25 @@ class Recurrent(nn.Module, ABC):
             outputs = []
             for suffix in self._suffixes(layer):
                 state = tuple(given[len(finals)] for given in initial)
-                output, state = self._direction(x, state, suffix)
+                output, state = self._direction(x, state, suffix, is_there)
                 outputs.append(output)
                 finals.append(state)
             x = torch.cat(outputs, dim=2) if self.bidirectional else outputs[0]
-        final = tuple(torch.stack(parts) for parts in zip(*finals))
-        return (x if self.batch_first else x.transpose(0, 1)), final
+        return x, tuple(torch.stack(parts) for parts in zip(*finals))
 
-    def _direction(self, x: Tensor, state: State, suffix: str) -> tuple[Tensor, State]:
+    def _direction(self, x: Tensor, state: State, suffix: str, is_there: Tensor | None) -> tuple[Tensor, State]:
         """One layer in one direction, [batch, length, in] to [batch, length, hidden]."""
         weight_ih, weight_hh = getattr(self, f"weight_ih_{suffix}"), getattr(self, f"weight_hh_{suffix}")
         bias_ih = getattr(self, f"bias_ih_{suffix}") if self.bias else None
         bias_hh = getattr(self, f"bias_hh_{suffix}") if self.bias else None
         backward = suffix.endswith("_reverse")
         steps = F.linear(x, weight_ih, bias_ih).unbind(1)
+        masks = [None] * len(steps) if is_there is None else is_there.unbind(1)
         outputs = []
-        for from_input in reversed(steps) if backward else steps:
-            state = self._cell(from_input, F.linear(state[0], weight_hh, bias_hh), state)
+        for from_input, mask in reversed([*zip(steps, masks)]) if backward else zip(steps, masks):
+            after = self._cell(from_input, F.linear(state[0], weight_hh, bias_hh), state)
+            # A sequence that is not there yet, or any more, keeps its state.
+            state = after if mask is None else tuple(map(torch.where, (mask,) * len(after), after, state))
             outputs.append(state[0])
         return torch.stack(outputs[::-1] if backward else outputs, dim=1), state
 
@@ -179,7 +196,9 @@ class LSTM(Recurrent):
 
     gates = 4
 
-    def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, State]:
+    def forward(
+        self, input: Tensor | PackedSequence, hx: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor | PackedSequence, State]:
         """Output and (h_n, c_n), in the shapes of torch.nn.LSTM."""
         return self._run(input, hx, states=2)
 
@@ -198,7 +217,9 @@ class GRU(Recurrent):
 
     gates = 3
 
-    def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, input: Tensor | PackedSequence, hx: Tensor | None = None
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Output and h_n, in the shapes of torch.nn.GRU."""
         output, (hidden,) = self._run(input, None if hx is None else (hx,), states=1)
         return output, hidden
@@ -239,7 +260,9 @@ class RNN(Recurrent):
         )
         self.nonlinearity = nonlinearity
 
-    def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, input: Tensor | PackedSequence, hx: Tensor | None = None
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Output and h_n, in the shapes of torch.nn.RNN."""
         output, (hidden,) = self._run(input, None if hx is None else (hx,), states=1)
         return output, hidden

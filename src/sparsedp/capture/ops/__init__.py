@@ -13,6 +13,7 @@ from sparsedp.capture.ops import (
     attention,
     convolution,
     elementwise,
+    grouped,
     indexing,
     linear,
     lookups,
@@ -29,7 +30,7 @@ from sparsedp.capture.ops.registry import USE_RULES, NotThisForm
 from sparsedp.capture.ops.unit_by_unit import unit_by_unit
 
 __all__ = [
-    "attention", "convolution", "elementwise", "indexing", "linear", "lookups", "losses", "matrices", "normalisation",
+    "attention", "convolution", "elementwise", "grouped", "indexing", "linear", "lookups", "losses", "matrices", "normalisation",
     "recurrent", "reductions", "run_use", "shape", "softmax",
 ]  # fmt: skip
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sparsedp.capture.expressions import Expression, Placed
-from sparsedp.capture.units import UnitAxis
+from sparsedp.capture.units import Rows, UnitAxis
 from sparsedp.errors import UnsupportedError
 
 
@@ -39,6 +39,9 @@ class CaptureForRules(Protocol):
     def known_axis(self, tensor: Tensor) -> UnitAxis | None:
         """The unit axis of a tensor; None where it has none, or it is not known."""
 
+    def rows(self, tensor: Any) -> Rows | None:
+        """The rows of a tensor that have owners instead of a unit axis; None where it has none."""
+
     def is_end_to_end(self, tensor: Tensor) -> bool:
         """Whether its values lie end to end, as those of bags with offsets do, or in an order that is not known."""
 
@@ -50,6 +53,9 @@ class CaptureForRules(Protocol):
 
     def place(self, out: Tensor, axis: UnitAxis | None) -> Tensor:
         """Notes where the units are in a tensor that a rule made, and returns it."""
+
+    def place_rows(self, out: Tensor, rows: Rows) -> Tensor:
+        """Notes whose the rows of a tensor are that a rule made, and returns it."""
 
     def resumed(self) -> AbstractContextManager[Any]:
         """For a rule that is itself written with captured operations."""

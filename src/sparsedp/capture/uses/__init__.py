@@ -11,6 +11,7 @@ the forward pass that `Softmax` belongs to.
 
 from sparsedp.capture.uses.base import Bucket, RowNorms, Use, slack
 from sparsedp.capture.uses.built import Built
+from sparsedp.capture.uses.by_owner import of_owners
 from sparsedp.capture.uses.linear import Linear
 from sparsedp.capture.uses.lookup import Lookup, RowSparse
 from sparsedp.capture.uses.parameter import ParameterUses
@@ -19,5 +20,5 @@ from sparsedp.capture.uses.softmax_loss import Passed, SoftmaxLoss, checked_targ
 
 __all__ = [
     "Bucket", "Built", "Linear", "Lookup", "ParameterUses", "Passed", "RowNorms", "RowSparse", "Softmax", "SoftmaxLoss",
-    "Use", "checked_targets", "slack",
+    "Use", "checked_targets", "of_owners", "slack",
 ]  # fmt: skip
