@@ -21,25 +21,6 @@ from sparsedp.errors import UnsupportedError
 
 # Elements of a parameter up to which its per-unit gradient may be written out.
 SMALL = 1 << 16
-# ... and how many times the elements of what is computed from it.
-_COPIES = 4
-
-
-@dataclass(frozen=True)
-class LookedUp:
-    """Rows of a table by public ids, tensor = parameter[ids], from which something was computed."""
-
-    name: str
-    parameter: Tensor
-    tensor: Tensor
-    ids: Tensor
-    version: int = field(init=False)  # how often `tensor` had been changed in place
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "version", self.tensor._version)
-
-
-Parameters = tuple[tuple[str, Tensor], ...]
 
 
 @dataclass(frozen=True)
@@ -50,7 +31,6 @@ class Expression:
     parameters: tuple[tuple[str, Tensor], ...]
     ids: Tensor | None = None  # of a lookup with public ids: tensor = parameter[ids]
     drawn: bool = False  # whether numbers that were drawn from the key in this pass have a part in it
-    looked_up: tuple[LookedUp, ...] = ()  # what it depends on the parameters of these by, and by nothing else
     version: int = field(init=False)  # how often `tensor` had been changed in place
 
     def __post_init__(self) -> None:
@@ -80,32 +60,8 @@ class Expression:
         return int(self.tensor.storage_offset()) - int(self.parameters[0][1].storage_offset())
 
     @property
-    def whole(self) -> Parameters:
-        """The parameters that it does not depend on by looked-up rows alone."""
-        names = {rows.name for rows in self.looked_up}
-        return tuple((name, parameter) for name, parameter in self.parameters if name not in names)
-
-    @property
-    def size(self) -> int:
-        """Elements of a gradient that is carried back to parameters, or to looked-up rows of them."""
-        return sum(parameter.numel() for _, parameter in self.whole) + sum(
-            rows.tensor.numel() for rows in self.looked_up
-        )
-
-    @property
     def small(self) -> bool:
-        return self.size <= SMALL
-
-    def is_small_beside(self, elements: int) -> bool:
-        """Whether its gradient may be written out for every unit, where each meets a copy with so many elements anyway."""
-        return self.size <= max(SMALL, _COPIES * elements)
-
-
-def joined_lookups(expressions: Sequence[Expression]) -> tuple[LookedUp, ...]:
-    """The looked-up rows by which something computed from all of these depends on parameters."""
-    whole = {name for expression in expressions for name, _ in expression.whole}
-    rows = {id(rows.tensor): rows for expression in expressions for rows in expression.looked_up}
-    return tuple(each for each in rows.values() if each.name not in whole)
+        return sum(parameter.numel() for _, parameter in self.parameters) <= SMALL
 
 
 Placed = list[tuple[str, Use]]
@@ -223,8 +179,7 @@ def _scatter(
 def _through_autograd(expression: Expression, values: Tensor) -> Placed:
     if values.shape[0] == 0:
         return []
-    changed = any(rows.tensor._version != rows.version for rows in expression.looked_up)
-    if expression.tensor._version != expression.version or changed:
+    if expression.tensor._version != expression.version:
         raise UnsupportedError(
             f"What was computed from parameter {expression.names} was changed in place after it had been used. Use the form "
             "that returns a new tensor."
@@ -235,19 +190,16 @@ def _through_autograd(expression: Expression, values: Tensor) -> Placed:
         except RuntimeError:  # not all of torch can go back for many units at once: sparse matrices, for one
             each = [_gradients(expression, value, is_grads_batched=False) for value in values]
             grads = [None if grad[0] is None else torch.stack(list(grad)) for grad in zip(*each)]
-    whole, units = expression.whole, values.shape[0]
-    placed: Placed = [
-        (name, Built(grad.reshape(units, -1), 0)) for (name, _), grad in zip(whole, grads) if grad is not None
+    return [
+        (name, Built(grad.reshape(values.shape[0], -1), 0))
+        for (name, _), grad in zip(expression.parameters, grads)
+        if grad is not None
     ]
-    for rows, grad in zip(expression.looked_up, grads[len(whole) :]):
-        if grad is not None:
-            placed.append((rows.name, _lookup(rows.ids.expand(units, *rows.ids.shape), grad)))
-    return placed
 
 
 def _gradients(expression: Expression, values: Tensor, is_grads_batched: bool) -> Sequence[Tensor | None]:
-    """Of each parameter or looked-up rows, for one gradient on the expression or, `is_grads_batched`, for many."""
-    parameters = [parameter for _, parameter in expression.whole] + [rows.tensor for rows in expression.looked_up]
+    """Of each parameter, for one gradient on the expression or, `is_grads_batched`, for many."""
+    parameters = [parameter for _, parameter in expression.parameters]
     return torch.autograd.grad(
         expression.tensor, parameters, values, is_grads_batched=is_grads_batched, retain_graph=True, allow_unused=True
     )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsedp.capture.expressions import Expression, LookedUp, joined_lookups
+from sparsedp.capture.expressions import Expression
 from sparsedp.capture.following import follow
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.history import HiddenHistory
@@ -111,7 +111,7 @@ class Results:
         """An operation on private parameters and constants; `shared`: and on inputs that all units share."""
         known = self._known
         out = func(*args, **kwargs)
-        ids, looked_up = None, joined_lookups(expressions)
+        ids = None
         if len(expressions) == 1 and expressions[0].tensor is expressions[0].parameters[0][1]:
             ids = public_ids(func, args, kwargs)
         if shared and (ids is not None or name in ("embedding", "getitem", "index_select")):
@@ -120,11 +120,9 @@ class Results:
                 "give every unit its own ids, (batch, ...), or make ids that all units share inside of forward()",
             )  # fmt: skip
         parameters = tuple(dict(pair for e in expressions for pair in e.parameters).items())
-        if ids is not None and isinstance(out, Tensor) and out.requires_grad:
-            looked_up = (LookedUp(*expressions[0].parameters[0], out, ids),)
         if ids is None and len(expressions) == 1 and expressions[0].ids is not None:
             ids = moved_ids(name, func, args, kwargs, expressions[0].tensor, expressions[0].ids)
         for tensor in all_tensors(out):
             if tensor.requires_grad and id(tensor) not in known.private:
-                known[tensor] = Derived(parameters, ids, drawn or any(e.drawn for e in expressions), looked_up)
+                known[tensor] = Derived(parameters, ids, drawn or any(e.drawn for e in expressions))
         return out

@@ -93,8 +93,7 @@ def _elementwise(capture: CaptureForRules, name: str, func: Callable, args: tupl
 def _unflattened(expression: Expression, dim: int, sizes: tuple[int, int, int]) -> Expression:
     """The same with one dimension for those before the units, one for the units and one for those behind."""
     ids = None if expression.ids is None or dim >= expression.ids.ndim else expression.ids.unflatten(dim, sizes)
-    apart = expression.tensor.unflatten(dim, sizes)
-    return Expression(apart, expression.parameters, ids, expression.drawn, expression.looked_up)
+    return Expression(expression.tensor.unflatten(dim, sizes), expression.parameters, ids, expression.drawn)
 
 
 def tap(capture: CaptureForRules, name: str, expression: Expression, axis: UnitAxis, ndim: int, size: int) -> Tensor:
@@ -116,7 +115,7 @@ def tap(capture: CaptureForRules, name: str, expression: Expression, axis: UnitA
                 "use the same part for all units, or rows that each unit's own ids pick",
             )  # fmt: skip
         if not aligned_is_cheap(expression, dim):
-            require_small(capture, name, expression, value.numel() // value.shape[dim])
+            require_small(capture, name, expression)
         return capture.record(value, lambda grad: place_aligned(expression, grad, dim), UnitAxis(dim))
     require_placeable(capture, name, expression)
     copies = value.reshape(*(1,) * max(0, -dim), *value.shape)

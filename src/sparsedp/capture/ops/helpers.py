@@ -40,15 +40,11 @@ def require_functional(capture: CaptureForRules, name: str, func: Callable, func
 
 def require_placeable(capture: CaptureForRules, name: str, expression: Expression) -> None:
     if not expression.is_view and expression.ids is None:
-        require_small(capture, name, expression, expression.tensor.numel())
+        require_small(capture, name, expression)
 
 
-def require_small(capture: CaptureForRules, name: str, expression: Expression, copied: int = 0) -> None:
-    """Raises if the gradient of what is computed from parameters is too large to write out for every unit.
-
-    `copied`: how many elements the copy has that every unit meets.
-    """
-    if not expression.is_small_beside(copied):
+def require_small(capture: CaptureForRules, name: str, expression: Expression) -> None:
+    if not expression.small:
         raise capture.refuse(
             name,
             expression.names,

@@ -142,7 +142,7 @@ def _view_of(capture: CaptureForRules, tensor: Tensor, view: Callable[[Tensor], 
     expression = capture.expression(tensor)
     if expression is None:
         raise NotThisForm
-    return Expression(view(tensor), expression.parameters, expression.ids, expression.drawn, expression.looked_up)
+    return Expression(view(tensor), expression.parameters, expression.ids)
 
 
 def _transposed(tensor: Tensor) -> Tensor:

@@ -142,14 +142,6 @@ def _cat_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     return axis if whole and call.data == len(pieces) else None
 
 
-@axis_rule("hstack", joint=True)
-def _hstack_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
-    """cat along the second dimension, or the only one."""
-    pieces = call.argument(0, "tensors")
-    dim = 1 if source.ndim > 1 else 0
-    return axis if dim != axis.dim and all(piece.ndim == source.ndim for piece in pieces) else None
-
-
 @use_rule("cat", "concat", "concatenate", "stack")
 def _join(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     """Parameters beside activations, such as a class token: each facing the units on the same axis."""
