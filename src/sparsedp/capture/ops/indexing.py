@@ -223,7 +223,15 @@ def _index_put(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
 
 @reads_rows(Tensor.__getitem__)
 def _getitem_rows(args: tuple, kwargs: dict) -> RowsRead | None:
-    return RowsRead(args[0], args[1]) if len(args) == 2 else None
+    return RowsRead(args[0], _ids_of_rows(args[1])) if len(args) == 2 else None
+
+
+def _ids_of_rows(index: Any) -> Any:
+    """The ids of x[ids], x[ids,] and x[ids, :]; any other index as it is."""
+    if not isinstance(index, tuple) or not index:
+        return index
+    first, *others = index
+    return first if all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in others) else index
 
 
 @reads_rows(torch.index_select, Tensor.index_select)
@@ -244,9 +252,7 @@ def _getitem(capture: CaptureForRules, name: str, func: Callable, args: tuple, k
             raise NotThisForm
         ids = bound["index"]
     else:
-        ids = args[1]
-        if isinstance(ids, tuple) and len(ids) == 1:
-            ids = ids[0]
+        ids = _ids_of_rows(args[1])
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         raise NotThisForm
     row_ids = wrapped(ids, weight.shape[0])

@@ -133,8 +133,13 @@ def _of_unit(use: Use, unit: int) -> Use:
     at = slice(unit, unit + 1)
     if isinstance(use, Softmax):
         return use.as_linear(at)
-    assert isinstance(use, (Linear, Built))  # of a parameter's uses, one is `Carried` at most
+    assert isinstance(use, (Linear, Built))
     return use.of_units(at)
+
+
+def _carried_carried(one: Carried, other: Carried, units: int, row_norms: RowNorms) -> Tensor:
+    parts = [_built_built(mine, theirs, 1, row_norms).double() for mine, theirs in zip(one.each(), other.each())]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
 # Takes two uses, the number of units, and row norms that are at hand. Gives the inner product for each unit, (B,).
@@ -160,6 +165,7 @@ _PAIRS: dict[tuple[type[Use], type[Use]], Inner] = {
     (Carried, Linear): _carried_other,
     (Carried, Softmax): _carried_other,
     (Carried, Built): _carried_other,
+    (Carried, Carried): _carried_carried,
 }
 INNER = {(other, one): _exchanged(pair) for (one, other), pair in _PAIRS.items()} | _PAIRS
 
