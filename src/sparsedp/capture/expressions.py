@@ -291,6 +291,7 @@ def _through_autograd(
     """Of what is computed: rows that were looked up first get theirs, parameters that are used in full all of it."""
     if units == 0:
         return []
+    expression.require_unchanged()
     by_rows = {rows.name for rows in expression.rows}
     in_full = [(name, parameter) for name, parameter in expression.parameters if name not in by_rows]
     together = [
