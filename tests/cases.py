@@ -319,7 +319,59 @@ def _merged_heads() -> nn.Module:
     return Apply(forward, layers=nn.ModuleList(nn.Linear(D, D) for _ in range(3)), out=nn.Linear(D, D))
 
 
-CASES = {**LINEAR, **LOOKUP, **TIES, **ELEMENTWISE, **CONV, **ATTENTION}
+# Parameters that units meet through something that was computed from them.
+COPIES = {
+    "scaled positions": lambda: (Apply(lambda m, x: x + m.p(torch.arange(L)) * 0.5, p=nn.Embedding(7, D)), x()),
+    "positions through a layer": lambda: (
+        Apply(lambda m, x: x * m.l(m.p(torch.arange(L))).tanh() + m.l(x), p=nn.Embedding(7, D), l=nn.Linear(D, D)), x()
+    ),
+    "rows and all of a table": lambda: (
+        Apply(lambda m, i: m.e(i) * (2 * m.e(torch.arange(L)) * m.e.weight.mean(0) - m.e(torch.arange(2, L + 2))), e=emb()),
+        ids(),
+    ),
+    "rows that change after they were copied": lambda: (
+        Apply(lambda m, x: (r := m.p(torch.arange(L))) is not None and x * (2 * r) + r.mul_(3) * r.sin(), p=nn.Embedding(7, D)),
+        x(),
+    ),
+    "copies of padding": lambda: (
+        Apply(lambda m, x: x * m.e(torch.arange(L)).sin() + m.e(torch.arange(L)), e=emb(padding_idx=2)), x()
+    ),
+    "positions as a matrix": lambda: (Apply(lambda m, x: x @ m.p(torch.arange(1, D + 1)), p=nn.Embedding(D + 2, D)), x()),
+    "positions as a transposed matrix": lambda: (Apply(lambda m, x: x @ m.p(torch.arange(L)).T, p=nn.Embedding(7, D)), x()),
+    "normalised, tied table": lambda: (Apply(lambda m, i: m.e(i).sin() @ F.normalize(m.e.weight).T, e=emb()), ids()),
+    "scaled, tied table": lambda: (
+        Apply(lambda m, i: F.linear(m.e(i).sin(), -m.e.weight * 0.5) + m.e(i) @ (m.e.weight / 3).T, e=emb()), ids()
+    ),
+    "rows of a transposed matrix": lambda: (
+        Apply(lambda m, i: F.embedding(i, m.w.T, padding_idx=3) * m.w.T[i], w=par(D, V)), ids()
+    ),
+    "rows of a computed table": lambda: (
+        Apply(lambda m, i: (2 * m.e.weight)[i, :] + m.e.weight.sin().index_select(0, i[:, 0])[:, None] * m.e(i), e=emb()), ids()
+    ),
+    "matrices by id": lambda: (Apply(lambda m, i: m.w[i] * (m.w + 1)[i[:, :1]], w=par(V, 2, 3)), ids()),
+    "low-rank update": lambda: (
+        Apply(lambda m, x: F.linear(x, torch.eye(D).to(x) + m.b @ m.a), a=par(2, D), b=par(D, 2)), x()
+    ),
+    "computed kernels": lambda: (
+        Apply(lambda m, x: F.conv1d(F.conv1d(x.mT, m.w.tanh()), 2 * m.g, groups=2), w=par(4, D, 2), g=par(6, 2, 2)), x()
+    ),
+    "prompt": lambda: (
+        Apply(lambda m, x: torch.cat([m.l(m.p(torch.arange(3))).sin().expand(len(x), -1, -1), x], 1), p=nn.Embedding(3, D),
+              l=nn.Linear(D, D)), x()
+    ),
+    "prompt of each unit": lambda: (
+        Apply(lambda m, x: torch.cat([x, (m.w * m.p(torch.arange(3).expand(len(x), 3))).sin()], 1), p=nn.Embedding(3, D), w=par(D)),
+        x(),
+    ),
+    "relative positions": lambda: (
+        Apply(
+            lambda m, x: torch.einsum("bid,jd->bij", x, torch.einsum("jk,kd->jd", torch.eye(L, 4).to(x) + 1, m.w))
+            + m.t[torch.arange(L)[:, None] - torch.arange(L) + L - 1].view(L, L), w=par(4, D), t=par(2 * L - 1, 1),
+        ), x(),
+    ),
+}  # fmt: skip
+
+CASES = {**LINEAR, **LOOKUP, **TIES, **ELEMENTWISE, **CONV, **ATTENTION, **COPIES}
 
 
 DIM, ROWS = 4, 7

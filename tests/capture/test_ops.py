@@ -41,6 +41,8 @@ READ: list[tuple[Callable, Callable[[Tensor], tuple[tuple, dict[str, Any]]]]] = 
     (F.embedding_bag, lambda table: ((IDS, table), {"mode": "sum"})),
     (torch.embedding, lambda table: ((table, IDS), {})),
     (Tensor.__getitem__, lambda table: ((table, IDS), {})),
+    (Tensor.__getitem__, lambda table: ((table, (IDS, slice(None))), {})),
+    (Tensor.__getitem__, lambda table: ((table, (IDS, ...)), {})),
     (torch.index_select, lambda table: ((table, 0, IDS.flatten()), {})),
     (Tensor.index_select, lambda table: ((table,), {"dim": 0, "index": IDS.flatten()})),
 ]
@@ -48,6 +50,8 @@ NOT_READ: list[tuple[Callable, Callable[[Tensor], tuple[tuple, dict[str, Any]]]]
     (F.embedding, lambda table: ((table, IDS), {})),  # the arguments in the wrong order
     (Tensor.__getitem__, lambda table: ((table, slice(3)), {})),
     (Tensor.__getitem__, lambda table: ((table, (IDS, 0)), {})),
+    (Tensor.__getitem__, lambda table: ((table, (IDS, slice(2))), {})),
+    (Tensor.__getitem__, lambda table: ((table, (slice(None), IDS[:, 1] % 4)), {})),
     (Tensor.__getitem__, lambda table: ((table, TABLE[:, 0] > 0), {})),
     (torch.index_select, lambda table: ((table, 1, IDS[0]), {})),
     (torch.add, lambda table: ((table, IDS), {})),

@@ -2,25 +2,45 @@
 
 `emb.weight.T`, `in_proj_weight[:d]`, `position.weight[:L]`, `cls.expand(B, -1, -1)` are views: strides and
 storage offset say which element of the parameter each of their elements is. `position(torch.arange(L))` is a
-lookup with public ids. Anything else, `1 + weight` or `weight.exp()`, is computed: its per-unit gradient is
-carried to the parameter by autograd, which is affordable for parameters with few elements only.
+lookup with public ids. Anything else, `1 + weight` or `weight.exp()`, is computed: autograd takes the gradient of
+every unit back to the parameters, J^T g with the copy's Jacobian J. It is written out for all units if that is small,
+and else when it is needed, for one unit at a time (`Carried`). Where rows with public ids stand before the computation,
+what is written out is the rows' gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
-from sparsedp.capture.uses import Built, Linear, Lookup, Use
+from sparsedp.capture import products
+from sparsedp.capture.uses import Built, Carried, Linear, Lookup, Part, Use
 from sparsedp.errors import UnsupportedError
 
 # Elements of a parameter up to which its per-unit gradient may be written out.
 SMALL = 1 << 16
+
+
+# Of larger ones, elements of all units' gradients that are written out together, in multiples of SMALL.
+_WRITTEN = 256
+# Elements of a computed copy and of the parameters behind it, for one unit: as much is written out at a time.
+MAX_CARRIED = 1 << 27
+
+
+@dataclass(frozen=True, eq=False)
+class TableRows:
+    """Rows of the table `name` that were looked up with public ids, and were computed with afterwards."""
+
+    name: str
+    ids: Tensor  # -1 for padding
+    elements: int
+    edge: GradientEdge  # where the gradient of the rows is found on the way back, also if they were changed in place since
 
 
 @dataclass(frozen=True)
@@ -31,6 +51,7 @@ class Expression:
     parameters: tuple[tuple[str, Tensor], ...]
     ids: Tensor | None = None  # of a lookup with public ids: tensor = parameter[ids]
     drawn: bool = False  # whether numbers that were drawn from the key in this pass have a part in it
+    rows: tuple[TableRows, ...] = ()  # for a table of which it depends on these rows alone
     version: int = field(init=False)  # how often `tensor` had been changed in place
 
     def __post_init__(self) -> None:
@@ -63,15 +84,49 @@ class Expression:
     def small(self) -> bool:
         return sum(parameter.numel() for _, parameter in self.parameters) <= SMALL
 
+    @property
+    def is_computed(self) -> bool:
+        """Neither a view of a parameter nor rows of it."""
+        return self.ids is None and not self.is_view
+
+    def viewed(self, tensor: Tensor) -> Expression:
+        """Of `tensor`, a view of this one's with its history. It is not known to be rows."""
+        return Expression(tensor, self.parameters, None, self.drawn, self.rows)
+
+    def require_unchanged(self) -> None:
+        if self.tensor._version != self.version:
+            raise UnsupportedError(
+                f"What was computed from parameter {self.names} was changed in place after it had been used. Use the form "
+                "that returns a new tensor."
+            )
+
+
+def joined_origin(expressions: Iterable[Expression]) -> tuple[tuple[tuple[str, Tensor], ...], tuple[TableRows, ...]]:
+    """The parameters that a tensor made of `expressions` depends on, and the rows of those that it knows by rows alone."""
+    parameters: dict[str, Tensor] = {}
+    rows: dict[TableRows, None] = {}
+    in_full: set[str] = set()
+    for expression in expressions:
+        parameters |= expression.parameters
+        rows |= dict.fromkeys(expression.rows)
+        in_full |= {name for name, _ in expression.parameters} - {part.name for part in expression.rows}
+    return tuple(parameters.items()), tuple(part for part in rows if part.name not in in_full)
+
 
 Placed = list[tuple[str, Use]]
+# The gradient of some examples on an expression, (k, *expression.shape).
+Gradient = Callable[[slice], Tensor]
 
 
 def place_linear(expression: Expression, inputs: Tensor, grad: Tensor) -> Placed:
     """A linear map by the (O, I) matrix `expression`: inputs (B, P, I), output gradient (B, P, O)."""
     layout = _layout(expression)
     if layout is None:
-        return place_built(expression, torch.einsum("bpo,bpi->boi", grad, inputs))
+
+        def gradient(examples: slice) -> Tensor:
+            return torch.einsum("bpo,bpi->boi", grad[examples], inputs[examples])
+
+        return _place(expression, len(grad), gradient, (grad, inputs))
     use = Linear(inputs, grad, expression.offset) if layout == "rows" else Linear(grad, inputs, expression.offset)
     return [(expression.parameters[0][0], use)]
 
@@ -96,22 +151,44 @@ def _layout(expression: Expression) -> Literal["rows", "columns"] | None:
 
 def place_built(expression: Expression, values: Tensor) -> Placed:
     """A per-unit gradient `values` (B, *expression.shape), written out."""
-    return _place(expression, values, expression.tensor.shape, expression.tensor.stride())
+    return _place(expression, len(values), lambda examples: values[examples], (values,), is_written=True)
+
+
+def place_looked_up(expression: Expression, ids: Tensor, values: Tensor) -> Placed:
+    """Rows of `expression` (V, ...) by each unit's ids (B, P), -1 for padding: values (B, P, ...)."""
+    count, shape = len(ids), expression.tensor.shape
+
+    def gradient(examples: slice) -> Tensor:
+        rows, grads = ids[examples], values[examples]
+        units = torch.arange(len(rows), device=rows.device)[:, None]
+        at = (units * (shape[0] + 1) + rows.where(rows >= 0, shape[0])).reshape(-1)  # one row more, for padding
+        full = grads.new_zeros(len(rows) * (shape[0] + 1), *shape[1:])
+        return full.index_add_(0, at, grads.flatten(0, 1)).unflatten(0, (len(rows), -1))[:, :-1]
+
+    return _place(expression, count, gradient, (values, ids))
 
 
 def place_aligned(expression: Expression, grad: Tensor, dim: int) -> Placed:
     """A gradient on the expression whose dimension `dim` counts the units: unit b has only the b-th slice."""
-    shape, stride = list(expression.tensor.shape), list(expression.tensor.stride())
     values = grad.movedim(dim, 0)
     if expression.ids is not None:
-        name = expression.parameters[0][0]
-        return [(name, _lookup(expression.ids.movedim(dim, 0), values))]
-    if stride[dim] == 0 and expression.is_view:
-        return _place(expression, values, shape[:dim] + shape[dim + 1 :], stride[:dim] + stride[dim + 1 :])
-    units = shape[dim]
-    full = grad.new_zeros(units, units, *values.shape[1:])
-    full[torch.arange(units), torch.arange(units)] = values
-    return place_built(expression, full.movedim(1, dim + 1))
+        return [(expression.parameters[0][0], _lookup(expression.ids.movedim(dim, 0), values))]
+    if not len(values):
+        return []
+    expression.require_unchanged()
+    if expression.tensor.stride(dim) == 0:  # all units have the same elements
+        with torch.enable_grad():
+            return place_built(expression.viewed(expression.tensor.select(dim, 0)), values)
+    units = len(values)
+
+    def gradient(examples: slice) -> Tensor:
+        mine = values[examples]
+        numbers = torch.arange(units, device=mine.device)
+        full = mine.new_zeros(len(mine), *values.shape)
+        full[numbers[: len(mine)], numbers[examples]] = mine
+        return full.movedim(1, dim + 1)
+
+    return _place(expression, units, gradient, (values,))
 
 
 def is_shared_along(expression: Expression, dim: int) -> bool:
@@ -124,14 +201,37 @@ def is_shared_along(expression: Expression, dim: int) -> bool:
     tensor = expression.tensor.detach()
     if expression.ids is not None:
         tensor = expression.ids
-    elif expression.is_view:
+    elif expression.is_view or tensor.stride(dim) == 0:
         return tensor.stride(dim) == 0
     return dim < tensor.ndim and torch.equal(tensor, tensor.narrow(dim, 0, 1).expand_as(tensor))
 
 
-def aligned_is_cheap(expression: Expression, dim: int) -> bool:
-    """Whether `place_aligned` needs nothing larger than the gradient."""
-    return expression.ids is not None or (expression.is_view and expression.tensor.stride(dim) == 0)
+# ---------------------------------------------------------------------- views, rows, and what is computed
+
+
+def _place(
+    expression: Expression, units: int, gradient: Gradient, memory: tuple[Tensor, ...], is_written: bool = False
+) -> Placed:
+    """`gradient` reads the tensors `memory`, the first of which has its type; all of it may be there already."""
+    name, parameter = expression.parameters[0]
+    if expression.ids is not None:
+        values = gradient(slice(0, units))
+        return [(name, _lookup(expression.ids.expand(units, *expression.ids.shape), values))]
+    if not expression.is_view:
+        return _through_autograd(expression, units, gradient, memory)
+    size = parameter.numel()
+    is_written = is_written or _is_written_out(expression, units, expression.tensor.numel())
+    if is_written and _is_block(expression):
+        values, _ = _in_order(expression, gradient(slice(0, units)))
+        return [(name, Built(values.reshape(units, values.shape[1:].numel()), expression.offset))]
+    if _is_written_out(expression, units, size):
+        return [(name, Built(_scattered(expression, gradient(slice(0, units))), 0))]
+    return [(name, Carried.of(Part(gradient, lambda values: _scattered(expression, values), memory), size, units))]
+
+
+def _is_written_out(expression: Expression, units: int, size: int) -> bool:
+    """Whether the gradients of a parameter of this size are kept for all units at once."""
+    return expression.small or units * size <= _WRITTEN * SMALL
 
 
 def _lookup(ids: Tensor, grad: Tensor) -> Lookup:
@@ -143,63 +243,127 @@ def _lookup(ids: Tensor, grad: Tensor) -> Lookup:
     return Lookup(ids.reshape(-1), units, flat, one_each=per_unit == 1)
 
 
-def _place(expression: Expression, values: Tensor, shape: list[int] | torch.Size, stride: list[int] | tuple) -> Placed:
-    name, parameter = expression.parameters[0]
-    if expression.ids is not None:
-        return [(name, _lookup(expression.ids.expand(values.shape[0], *expression.ids.shape), values))]
-    if not expression.is_view:
-        return _through_autograd(expression, values)
-    # Elements that the view repeats (stride 0) share one gradient: add those up, then bring the other dimensions into the
-    # order that they have in the parameter.
+def _in_order(expression: Expression, values: Tensor) -> tuple[Tensor, list[int]]:
+    """`values` (B, *shape) with the dimensions of a view in the order that they have in the parameter, and that order.
+
+    Elements that the view repeats (stride 0) share one gradient: those are added up.
+    """
+    shape, stride = expression.tensor.shape, expression.tensor.stride()
     repeated = [d for d, (n, s) in enumerate(zip(shape, stride)) if s == 0 and n > 1]
     if repeated:
         values = values.sum([d + 1 for d in repeated], keepdim=True)
-    kept = [d for d, n in enumerate(values.shape[1:]) if n > 1]
-    order = sorted(kept, key=lambda d: -stride[d])
-    values = values.permute(0, *(d + 1 for d in order), *(d + 1 for d in range(len(shape)) if d not in kept))
+    order = _kept_dimensions(expression)
+    rest = [d for d in range(len(shape)) if d not in order]
+    return values.permute(0, *(d + 1 for d in order), *(d + 1 for d in rest)), order
+
+
+def _kept_dimensions(expression: Expression) -> list[int]:
+    """The dimensions of a view with more than one element, those that lie furthest apart first."""
+    shape, stride = expression.tensor.shape, expression.tensor.stride()
+    return sorted((d for d, n in enumerate(shape) if n > 1 and stride[d] != 0), key=lambda d: -stride[d])
+
+
+def _is_block(expression: Expression) -> bool:
+    """Whether the elements of a view lie one behind the other in the parameter, in whatever order."""
+    shape, stride = expression.tensor.shape, expression.tensor.stride()
     expected = 1
-    for d in reversed(order):
+    for d in reversed(_kept_dimensions(expression)):
         if stride[d] != expected:
-            return [(name, _scatter(expression, parameter, values, order, stride))]
+            return False
         expected *= shape[d]
-    return [(name, Built(values.reshape(values.shape[0], expected), expression.offset))]
+    return True
 
 
-def _scatter(
-    expression: Expression, parameter: Tensor, values: Tensor, order: list[int], stride: list[int] | tuple
-) -> Built:
-    """For views with gaps, such as columns of a matrix: the whole parameter's per-unit gradient."""
+def _scattered(expression: Expression, values: Tensor) -> Tensor:
+    """For any view, also with gaps, such as columns of a matrix: the whole parameter's gradient, (B, n)."""
+    stride = expression.tensor.stride()
+    values, order = _in_order(expression, values)
     index = torch.full((1,), expression.offset, device=values.device)
     for d, size in zip(order, values.shape[1:]):
         index = (index[:, None] + stride[d] * torch.arange(size, device=values.device)).reshape(-1)
     flat = values.reshape(values.shape[0], index.numel())
-    return Built(flat.new_zeros(flat.shape[0], parameter.numel()).index_add_(1, index, flat), 0)
+    return flat.new_zeros(flat.shape[0], expression.parameters[0][1].numel()).index_add_(1, index, flat)
 
 
-def _through_autograd(expression: Expression, values: Tensor) -> Placed:
-    if values.shape[0] == 0:
+def _through_autograd(expression: Expression, units: int, gradient: Gradient, memory: tuple[Tensor, ...]) -> Placed:
+    """Of what is computed: rows that were looked up first get theirs, parameters that are used in full all of it."""
+    if units == 0:
         return []
-    if expression.tensor._version != expression.version:
-        raise UnsupportedError(
-            f"What was computed from parameter {expression.names} was changed in place after it had been used. Use the form "
-            "that returns a new tensor."
-        )
-    with torch.enable_grad():
-        try:
-            grads = _gradients(expression, values, is_grads_batched=True)
-        except RuntimeError:  # not all of torch can go back for many units at once: sparse matrices, for one
-            each = [_gradients(expression, value, is_grads_batched=False) for value in values]
-            grads = [None if grad[0] is None else torch.stack(list(grad)) for grad in zip(*each)]
-    return [
-        (name, Built(grad.reshape(values.shape[0], -1), 0))
-        for (name, _), grad in zip(expression.parameters, grads)
-        if grad is not None
+    expression.require_unchanged()
+    by_rows = {rows.name for rows in expression.rows}
+    in_full = [(name, parameter) for name, parameter in expression.parameters if name not in by_rows]
+    together = [
+        (name, parameter) for name, parameter in in_full if _is_written_out(expression, units, parameter.numel())
     ]
+    placed: Placed = []
+    for (name, origin), values in _written_out(
+        expression, units, gradient, [*together, *((r.name, r) for r in expression.rows)]
+    ):
+        if isinstance(origin, TableRows):
+            ids = origin.ids.expand(units, *origin.ids.shape)
+            placed.append((name, _lookup(ids, values)))
+        else:
+            placed.append((name, Built(values.reshape(units, -1), 0)))
+    for name, parameter in in_full:
+        if all(name != other for other, _ in together):
+            part = Part(gradient, _carrier(expression, parameter), memory)
+            placed.append((name, Carried.of(part, parameter.numel(), units)))
+    return placed
 
 
-def _gradients(expression: Expression, values: Tensor, is_grads_batched: bool) -> Sequence[Tensor | None]:
-    """Of each parameter, for one gradient on the expression or, `is_grads_batched`, for many."""
-    parameters = [parameter for _, parameter in expression.parameters]
+Origin = Tensor | TableRows
+
+
+def _written_out(
+    expression: Expression, units: int, gradient: Gradient, origins: Sequence[tuple[str, Origin]]
+) -> list[tuple[tuple[str, Origin], Tensor]]:
+    """The gradients (B, ...) of parameters or rows, for all units; those that the expression does not depend on are left out."""
+    if not origins:
+        return []
+    elements = expression.tensor.numel() + sum(_size(origin) for _, origin in origins)
+    parts = [
+        _gradients(expression, gradient(examples), [origin for _, origin in origins])
+        for examples in products.chunks(units, elements, products.TEMPORARY)
+    ]
+    gathered = []
+    for number, origin in enumerate(origins):
+        values = [part[number] for part in parts]
+        present = [value for value in values if value is not None]
+        if present:
+            gathered.append((origin, present[0] if len(present) == 1 else torch.cat(present)))
+    return gathered
+
+
+def _size(origin: Origin) -> int:
+    return origin.elements if isinstance(origin, TableRows) else origin.numel()
+
+
+def _carrier(expression: Expression, parameter: Tensor) -> Callable[[Tensor], Tensor]:
+    def carry(values: Tensor) -> Tensor:
+        (grad,) = _gradients(expression, values, [parameter])
+        return values.new_zeros(len(values), parameter.numel()) if grad is None else grad.reshape(len(values), -1)
+
+    return carry
+
+
+def _gradients(expression: Expression, values: Tensor, origins: Sequence[Origin]) -> Sequence[Tensor | None]:
+    """Of parameters or rows, (k, ...), for the gradients `values` (k, *shape) on the expression."""
+    expression.require_unchanged()
+    inputs = [origin.edge if isinstance(origin, TableRows) else origin for origin in origins]
+    with torch.enable_grad():
+        if len(values) > 1:
+            try:
+                return _derived(expression.tensor, inputs, values, is_grads_batched=True)
+            except RuntimeError:  # not all of torch can go back for many units at once: sparse matrices, for one
+                pass
+        each = [_derived(expression.tensor, inputs, value, is_grads_batched=False) for value in values]
+    return [None if grad[0] is None else torch.stack([g.to_dense() for g in grad]) for grad in zip(*each)]
+
+
+def _derived(
+    tensor: Tensor, inputs: Sequence[Tensor | GradientEdge], values: Tensor, is_grads_batched: bool
+) -> Sequence[Tensor | None]:
+    """Of each input, for one gradient on the tensor or, `is_grads_batched`, for many."""
     return torch.autograd.grad(
-        expression.tensor, parameters, values, is_grads_batched=is_grads_batched, retain_graph=True, allow_unused=True
+        tensor, inputs, values, is_grads_batched=is_grads_batched, retain_graph=True, allow_unused=True
     )

@@ -7,6 +7,7 @@ a unit become positions of it, as if the unit were one long example, and `Parame
 - `Linear` (examples, P, I): units with about equally many examples together, (units, c P, I), zeros where there are fewer
 - `Softmax` (examples, P, d): likewise
 - `Built` (examples, n): added up, (units, n)
+- `Carried`: likewise, one unit at a time
 - `Lookup`: the positions stay as they are and get another unit
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sparsedp.capture.uses import Bucket, Built, ParameterUses, Use, slack
+from sparsedp.capture.uses import Bucket, Built, Carried, ParameterUses, slack
 from sparsedp.kernels.loops import squared_rows
 
 
@@ -31,29 +32,30 @@ class Grouping:
 
     def squared_norms(self, uses: ParameterUses) -> Tensor:
         """As `ParameterUses.squared_norms`, of the units: (units,), float64."""
-        if uses.linears or uses.softmaxes:
-            by_example: list[Use] = [*uses.linears, *uses.builts, *uses.softmaxes, *uses.lookups]
+        if uses.linears or uses.softmaxes or uses.carrieds:
             squares = torch.zeros(self.units, dtype=torch.float64, device=self.owners.device)
             for bucket in self._buckets:
-                of_bucket = ParameterUses.of([use.regrouped(bucket) for use in by_example])
+                of_bucket = ParameterUses.of([use.regrouped(bucket) for use in uses.all])
                 squares[bucket.units] = of_bucket.squared_norms(len(bucket.units)).double()
         else:  # nothing to pad
             builts = [built.of_owners(self.owners, self.units) for built in uses.builts]
             lookups = [lookup.of_owners(self.owners) for lookup in uses.lookups]
             squares = ParameterUses.of([*builts, *lookups]).squared_norms(self.units).double()
-        return squares + self._slack(uses.builts)
+        return squares + self._slack(uses.builts, uses.carrieds)
 
-    def _slack(self, builts: list[Built]) -> Tensor | float:
+    def _slack(self, builts: list[Built], carrieds: list[Carried]) -> Tensor | float:
         """For written-out examples of a unit that cancel: their weighted sum is rounded by what they were.
 
         `ParameterUses` sees to the other kinds.
         """
-        if not builts or self._one_example_each:
+        if not (builts or carrieds) or self._one_example_each:
             return 0.0
         reach = torch.zeros(self.units, dtype=torch.float64, device=self.owners.device)
         for built in builts:
             reach.index_add_(0, self.owners, squared_rows(built.values).sqrt())
-        return slack(builts) * reach.square()
+        for carried in carrieds:
+            reach.index_add_(0, self.owners, carried.example_norms())
+        return slack([*builts, *carrieds]) * reach.square()
 
 
 def _buckets(owners: Tensor, units: int) -> Iterator[Bucket]:

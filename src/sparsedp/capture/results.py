@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
-from sparsedp.capture.expressions import Expression
+from sparsedp.capture.expressions import Expression, TableRows, joined_origin
 from sparsedp.capture.following import follow
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.history import HiddenHistory
@@ -119,10 +120,12 @@ class Results:
                 name, expressions[0].names, "its ids come from an input that does not have the units on axis 0",
                 "give every unit its own ids, (batch, ...), or make ids that all units share inside of forward()",
             )  # fmt: skip
-        parameters = tuple(dict(pair for e in expressions for pair in e.parameters).items())
+        parameters, rows = joined_origin(expressions)
         if ids is None and len(expressions) == 1 and expressions[0].ids is not None:
             ids = moved_ids(name, func, args, kwargs, expressions[0].tensor, expressions[0].ids)
         for tensor in all_tensors(out):
             if tensor.requires_grad and id(tensor) not in known.private:
-                known[tensor] = Derived(parameters, ids, drawn or any(e.drawn for e in expressions))
+                if ids is not None and not rows:
+                    rows = (TableRows(parameters[0][0], ids, tensor.numel(), get_gradient_edge(tensor)),)
+                known[tensor] = Derived(parameters, ids, drawn or any(e.drawn for e in expressions), rows)
         return out

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsedp._torch import is_functorch_tensor, without_subclasses
-from sparsedp.capture.expressions import Expression
+from sparsedp.capture.expressions import Expression, TableRows
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.inputs import advice
 from sparsedp.capture.units import Mixed, Rows, UnitAxis, UnitData, WholeBatch, placed_rows
@@ -29,6 +29,7 @@ class Derived:
     parameters: tuple[tuple[str, Tensor], ...]
     ids: Tensor | None
     drawn: bool  # whether numbers from the key have a part in it
+    rows: tuple[TableRows, ...] = ()  # of tables of which it depends on these alone
 
 
 class Shared:
@@ -99,7 +100,7 @@ class KnownTensors:
             return parameter
         info = self.get(tensor)
         if isinstance(info, Derived):
-            return Expression(tensor, info.parameters, info.ids, info.drawn)
+            return Expression(tensor, info.parameters, info.ids, info.drawn, info.rows)
         return None
 
     def info(self, tensor: Tensor) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture import ParameterUses, RowNorms, products
-from sparsedp.capture.uses import Built, Linear, Lookup, Softmax, Use, logit_gradients
+from sparsedp.capture.uses import Built, Carried, Linear, Lookup, Part, Softmax, Use, logit_gradients
 from sparsedp.capture.uses.inner import INNER, inner
 
 UNITS, ROWS, DIM = 5, 9, 4
@@ -80,6 +80,19 @@ def built(generator: torch.Generator, offset: int = 0, length: int = ROWS * DIM)
     return Built(values, offset), wanted.view(UNITS, ROWS, DIM)
 
 
+def carried(generator: torch.Generator, parts: int = 1) -> tuple[Use, Tensor]:
+    """Gradients of six elements on each copy, which is a linear map of the whole table."""
+    size, uses = ROWS * DIM, []
+    wanted = torch.zeros(UNITS, size, dtype=torch.float64)
+    for _ in range(parts):
+        values, jacobian = normal(generator, UNITS, 6), normal(generator, 6, size)
+        part = Part(lambda s, v=values: v[s], lambda v, j=jacobian: v @ j, (values,))  # type: ignore[misc]
+        uses.append(Carried.of(part, size, UNITS))
+        wanted += values @ jacobian
+    (use,) = Carried.merged(uses)
+    return use, wanted.view(UNITS, ROWS, DIM)
+
+
 def softmax(
     generator: torch.Generator,
     first: int = 0,
@@ -131,6 +144,8 @@ EXAMPLES: dict[str, Example] = {
     "built": built,
     "built of some elements": lambda g: built(g, 7, 15),
     "built of others": lambda g: built(g, 30, 6),
+    "carried": carried,
+    "carried from two copies": lambda g: carried(g, 2),
     "softmax": softmax,
     "softmax of some rows": lambda g: softmax(g, 2, 5),
     "softmax without a row": lambda g: softmax(g, 1, 8, left_out=3),
@@ -143,7 +158,7 @@ def made(name: str, seed: int) -> tuple[Use, Tensor]:
 
 
 def test_every_two_kinds_are_in_the_table() -> None:
-    kinds = {Lookup, Linear, Built, Softmax}
+    kinds = {Lookup, Linear, Built, Softmax, Carried}
     assert set(Use.__subclasses__()) == kinds
     assert set(INNER) == set(product(kinds, kinds))
     assert {type(made(name, 0)[0]) for name in EXAMPLES} == kinds  # each is tried below

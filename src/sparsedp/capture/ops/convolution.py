@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsedp.capture.expressions import Expression, Placed, place_built, place_linear
-from sparsedp.capture.ops.helpers import bind, plain, require_small
+from sparsedp.capture.ops.helpers import bind, plain, require_affordable
 from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.ops.registry import Call, NotThisForm, axis_rule, batch_first, use_rule
 from sparsedp.capture.units import Mixed, UnitAxis
@@ -44,7 +44,7 @@ def _conv(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwar
     if capture.axis(x, name, names) != UnitAxis(0) or x.shape[0] != capture.units:
         raise capture.refuse(name, names, "units are not on axis 0 of its input", "keep the batch first")
     if kernel is not None and (not kernel.is_view or not kernel.tensor.is_contiguous()):
-        require_small(capture, name, kernel)
+        require_affordable(capture, name, kernel)
     stride, dilation = _pair(bound.get("stride", 1), spatial), _pair(bound.get("dilation", 1), spatial)
     groups = bound.get("groups", 1)
     before, after = _padding(bound.get("padding", 0), weight.shape[2:], dilation, spatial)
@@ -77,10 +77,11 @@ def _place_kernel(kernel: Expression, patches: Tensor, grad: Tensor, groups: int
         built = torch.einsum("bgop,bgip->bgoi", g, a)
         return place_built(kernel, built.reshape(len(grad), *weight.shape))
     rows = weight.shape[0] // groups
-    flat = weight.view(weight.shape[0], -1)
+    kernel.require_unchanged()
     placed: Placed = []
     for group in range(groups):
-        part = Expression(flat[group * rows : (group + 1) * rows], kernel.parameters)
+        with torch.enable_grad():
+            part = kernel.viewed(weight[group * rows : (group + 1) * rows].reshape(rows, -1))
         placed += place_linear(part, a[:, group].mT, g[:, group].mT)
     return placed
 

@@ -11,12 +11,11 @@ from torch import Tensor
 from sparsedp.capture.expressions import (
     Expression,
     Placed,
-    aligned_is_cheap,
     is_shared_along,
     place_aligned,
     place_built,
 )
-from sparsedp.capture.ops.helpers import names_of, require_placeable, require_small
+from sparsedp.capture.ops.helpers import names_of, require_affordable
 from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.ops.registry import Call, axis_rule, plain_name, use_rule
 from sparsedp.capture.units import UnitAxis
@@ -92,8 +91,9 @@ def _elementwise(capture: CaptureForRules, name: str, func: Callable, args: tupl
 
 def _unflattened(expression: Expression, dim: int, sizes: tuple[int, int, int]) -> Expression:
     """The same with one dimension for those before the units, one for the units and one for those behind."""
+    apart = expression.tensor.unflatten(dim, sizes)
     ids = None if expression.ids is None or dim >= expression.ids.ndim else expression.ids.unflatten(dim, sizes)
-    return Expression(expression.tensor.unflatten(dim, sizes), expression.parameters, ids, expression.drawn)
+    return Expression(apart, expression.parameters, ids, expression.drawn, expression.rows)
 
 
 def tap(capture: CaptureForRules, name: str, expression: Expression, axis: UnitAxis, ndim: int, size: int) -> Tensor:
@@ -114,10 +114,9 @@ def tap(capture: CaptureForRules, name: str, expression: Expression, axis: UnitA
                 "units take different parts of it by their place in the batch, so that one unit more changes all others'",
                 "use the same part for all units, or rows that each unit's own ids pick",
             )  # fmt: skip
-        if not aligned_is_cheap(expression, dim):
-            require_small(capture, name, expression)
+        require_affordable(capture, name, expression, units)
         return capture.record(value, lambda grad: place_aligned(expression, grad, dim), UnitAxis(dim))
-    require_placeable(capture, name, expression)
+    require_affordable(capture, name, expression)
     copies = value.reshape(*(1,) * max(0, -dim), *value.shape)
     at = max(dim, 0)
     copies = copies.expand(*copies.shape[:at], units, *copies.shape[at + 1 :])

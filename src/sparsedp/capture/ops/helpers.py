@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsedp.capture.expressions import Expression
+from sparsedp.capture.expressions import MAX_CARRIED, Expression
 from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.units import UnitAxis, unit_first
 
@@ -38,19 +38,17 @@ def require_functional(capture: CaptureForRules, name: str, func: Callable, func
         raise capture.refuse(name, names, f"torch.{name} takes other arguments", f"use torch.nn.functional.{name}")
 
 
-def require_placeable(capture: CaptureForRules, name: str, expression: Expression) -> None:
-    if not expression.is_view and expression.ids is None:
-        require_small(capture, name, expression)
-
-
-def require_small(capture: CaptureForRules, name: str, expression: Expression) -> None:
-    if not expression.small:
+def require_affordable(capture: CaptureForRules, name: str, expression: Expression, copies: int = 1) -> None:
+    """Raises if one unit's gradient through a computed copy is too large to be written out; `copies` are in the expression."""
+    if not expression.is_computed:
+        return
+    elements = expression.tensor.numel() // max(copies, 1) + sum(p.numel() for _, p in expression.parameters)
+    if elements > MAX_CARRIED:
         raise capture.refuse(
             name,
             expression.names,
-            "the parameter is used through a computed copy or an unusual view, and is too large to write "
-            "out its gradient "
-            "for every unit",
+            f"the parameter is used through a computed copy, and the gradient of one unit would have {elements:,} elements, "
+            f"more than the {MAX_CARRIED:,} that are written out at a time",
             "apply the computation to the activations, or use nn.Linear, nn.Embedding, F.linear or x @ W on "
             "the parameter",
         )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsedp.capture.ops.elementwise import tap
 from sparsedp.capture.ops.helpers import bind
-from sparsedp.capture.ops.lookups import record_lookup, table_of, wrapped
+from sparsedp.capture.ops.lookups import is_plain_table, record_computed_lookup, record_lookup, table_of, wrapped
 from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.ops.registry import Call, NotThisForm, RowsRead, axis_rule, reads_rows, use_rule
 from sparsedp.capture.units import Mixed, UnitAxis
@@ -223,7 +223,19 @@ def _index_put(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
 
 @reads_rows(Tensor.__getitem__)
 def _getitem_rows(args: tuple, kwargs: dict) -> RowsRead | None:
-    return RowsRead(args[0], args[1]) if len(args) == 2 else None
+    return RowsRead(args[0], _ids_of_rows(args[1])) if len(args) == 2 else None
+
+
+def _ids_of_rows(index: Any) -> Any:
+    """The ids of x[ids], x[ids,] and x[ids, :]; any other index as it is."""
+    if not isinstance(index, tuple) or not index:
+        return index
+    first, *others = index
+    return (
+        first
+        if all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in others)
+        else index
+    )
 
 
 @reads_rows(torch.index_select, Tensor.index_select)
@@ -235,19 +247,24 @@ def _index_select_rows(args: tuple, kwargs: dict) -> RowsRead | None:
 @use_rule("getitem", "index_select")
 def _getitem(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     bound = bind(("input", "dim", "index"), args, kwargs)
-    table, first = table_of(capture, name, bound["input"])
+    weight = bound["input"]
+    expression = capture.expression(weight)
+    if expression is None:
+        raise NotThisForm
     if name == "index_select":
         if bound["dim"] != 0:
             raise NotThisForm
         ids = bound["index"]
     else:
-        ids = args[1]
-        if isinstance(ids, tuple) and len(ids) == 1:
-            ids = ids[0]
+        ids = _ids_of_rows(args[1])
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         raise NotThisForm
-    row_ids = wrapped(ids, table.tensor.shape[0])
-    capture.place(row_ids, capture.axis(ids, name, table.names))
+    row_ids = wrapped(ids, weight.shape[0])
+    capture.place(row_ids, capture.axis(ids, name, expression.names))
+    if not is_plain_table(capture, weight):
+        out = weight.detach()[row_ids]
+        return record_computed_lookup(capture, name, weight, row_ids, out, None)
+    table, first = table_of(capture, name, weight)
     out = torch.embedding(table.tensor.detach(), row_ids)
     return record_lookup(capture, name, table, first, row_ids, out, None)
 

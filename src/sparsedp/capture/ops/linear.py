@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sparsedp.capture.expressions import Expression, Placed, linear_is_cheap, place_built, place_linear
 from sparsedp.capture.ops.elementwise import aligned, tap
-from sparsedp.capture.ops.helpers import bind, plain, positions, require_small
+from sparsedp.capture.ops.helpers import bind, plain, positions, require_affordable
 from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.ops.registry import Call, NotThisForm, axis_rule, use_rule
 from sparsedp.capture.units import Mixed, UnitAxis
@@ -32,7 +32,7 @@ def _record_linear(
     if axis.dim == x.ndim - 1:
         raise capture.refuse(name, names, "it sums over the units of the batch", "transpose its input")
     if matrix is not None and not linear_is_cheap(matrix):
-        require_small(capture, name, matrix)
+        require_affordable(capture, name, matrix)
     inputs = capture.keep(x, name, names)
 
     def finish(grad: Tensor) -> Placed:
@@ -142,7 +142,7 @@ def _view_of(capture: CaptureForRules, tensor: Tensor, view: Callable[[Tensor], 
     expression = capture.expression(tensor)
     if expression is None:
         raise NotThisForm
-    return Expression(view(tensor), expression.parameters, expression.ids)
+    return expression.viewed(view(tensor))
 
 
 def _transposed(tensor: Tensor) -> Tensor:

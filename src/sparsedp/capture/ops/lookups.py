@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsedp.capture.expressions import Expression, Placed
-from sparsedp.capture.ops.helpers import bind, require_functional
+from sparsedp.capture.expressions import Expression, Placed, place_looked_up
+from sparsedp.capture.ops.helpers import bind, require_affordable, require_functional
 from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.ops.registry import Call, NotThisForm, RowsRead, axis_rule, reads_rows, rows_read, use_rule
 from sparsedp.capture.units import Info, Mixed, UnitAxis, unit_first
@@ -126,6 +126,34 @@ def record_lookup(
     return capture.record(out, finish, axis)
 
 
+def is_plain_table(capture: CaptureForRules, weight: Any) -> bool:
+    """Whether rows of it are rows of a parameter: not of a transposed, scaled or otherwise computed one."""
+    try:
+        table_of(capture, "", weight)
+    except NotThisForm:
+        return False
+    return True
+
+
+def record_computed_lookup(
+    capture: CaptureForRules, name: str, weight: Any, ids: Tensor, out: Tensor, skip: int | None
+) -> Tensor:
+    """Rows of a tensor (V, ...) that is computed from parameters alone, or is an unusual view of one."""
+    table, units = capture.expression(weight), capture.units
+    if table is None:
+        raise NotThisForm
+    require_affordable(capture, name, table)
+    axis = capture.axis(ids, name, table.names)
+    kept_ids = capture.keep(ids, name, table.names)
+
+    def finish(grad: Tensor) -> Placed:
+        rows = unit_first(kept_ids.get(), axis, units).reshape(units, ids.numel() // units if units else 0).long()
+        values = unit_first(grad, axis, units).reshape(*rows.shape, *table.tensor.shape[1:])
+        return place_looked_up(table, rows if skip is None else rows.masked_fill(rows == skip, -1), values)
+
+    return capture.record(out, finish, axis)
+
+
 @axis_rule("embedding", "one_hot", joint=True)
 def _embedding_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed:
     if call.name == "one_hot" and call.argument(1, "num_classes", default=-1) == -1:
@@ -140,12 +168,17 @@ def _embedding(capture: CaptureForRules, name: str, func: Callable, args: tuple,
     order = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     bound = bind(order, args, kwargs)
     require_functional(capture, name, func, F.embedding, args)
-    table, first = table_of(capture, name, bound["weight"])
-    _refuse_lookup_options(capture, name, table, bound)
-    ids = bound["input"]
-    out = torch.embedding(table.tensor.detach(), ids)
+    weight, ids = bound["weight"], bound["input"]
+    expression = capture.expression(weight)
+    if expression is None or capture.is_data(weight):
+        raise NotThisForm
+    _refuse_lookup_options(capture, name, expression, bound)
+    out = torch.embedding(expression.tensor.detach(), ids)
     skip = bound.get("padding_idx")
-    skip = None if skip is None else skip % table.tensor.shape[0]
+    skip = None if skip is None else skip % expression.tensor.shape[0]
+    if not is_plain_table(capture, weight):
+        return record_computed_lookup(capture, name, weight, ids, out, skip)
+    table, first = table_of(capture, name, weight)
     return record_lookup(capture, name, table, first, ids, out, skip)
 
 

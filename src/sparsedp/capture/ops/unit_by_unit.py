@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsedp.capture.expressions import Expression
+from sparsedp.capture.expressions import SMALL, Expression
 from sparsedp.capture.ops.elementwise import tap
 from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.units import UnitAxis
@@ -17,13 +17,13 @@ from sparsedp.capture.units import UnitAxis
 def unit_by_unit(
     capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict, expressions: list[Expression]
 ) -> Tensor:
-    """An operation without a rule, on small parameters: each unit gets its own copy, and `vmap` keeps units apart."""
+    """An operation without a rule, on small tensors: each unit gets its own copy, and `vmap` keeps units apart."""
     names = ", ".join(e.names for e in expressions)
     instead = (
         "write the computation with nn.Linear, nn.Embedding, F.linear, x @ W or elementwise operations, or freeze the "
         "parameter with requires_grad_(False)"
     )
-    if not all(expression.small for expression in expressions):
+    if any(expression.tensor.numel() > SMALL for expression in expressions):
         raise capture.refuse(name, names, "capture has no rule for this operation on a large parameter", instead)
     if name.endswith("_") or name == "setitem" or kwargs.get("out") is not None:
         raise capture.refuse(name, names, "it writes in place", "use the form that returns a new tensor")

@@ -18,7 +18,8 @@ gradient G of its logits; v is a gradient that is written out, and x the outer p
 - Linear x Linear is ghost clipping: (B.3) with inputs that need not be one-hot. It also gives the second term of (4.1) without
   a gradient of the size of the table. With one position it is |a|^2 |g|^2.
 
-Nothing of the size units x rows x dim is formed for a table. A use with itself is `Use.squared_norms`, which is faster.
+What is `Carried` is written out one unit at a time, and then `Built`. Nothing of the size units x rows x dim is formed for a
+table. A use with itself is `Use.squared_norms`, which is faster.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from sparsedp.capture import products
 from sparsedp.capture.lengths import is_range, places_of, units_by_length
 from sparsedp.capture.uses.base import RowNorms, Use, places_among, sum_by_unit
 from sparsedp.capture.uses.built import Built
+from sparsedp.capture.uses.carried import Carried
 from sparsedp.capture.uses.linear import Linear
 from sparsedp.capture.uses.lookup import Lookup, sum_rows
 from sparsedp.capture.uses.softmax import Softmax
@@ -118,6 +120,26 @@ def _softmax_built(softmax: Softmax, built: Built, units: int, row_norms: RowNor
     return _written_out(softmax, built.of_units, _linear_built, units)
 
 
+def _carried_other(carried: Carried, other: Use, units: int, row_norms: RowNorms) -> Tensor:
+    parts = [inner(built, _of_unit(other, unit), 1, RowNorms()).double() for unit, built in enumerate(carried.each())]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def _of_unit(use: Use, unit: int) -> Use:
+    if isinstance(use, Lookup):
+        return use.of_unit(unit)
+    at = slice(unit, unit + 1)
+    if isinstance(use, Softmax):
+        return use.as_linear(at)
+    assert isinstance(use, (Linear, Built))
+    return use.of_units(at)
+
+
+def _carried_carried(one: Carried, other: Carried, units: int, row_norms: RowNorms) -> Tensor:
+    parts = [_built_built(mine, theirs, 1, row_norms).double() for mine, theirs in zip(one.each(), other.each())]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
 # Takes two uses, the number of units, and row norms that are at hand. Gives the inner product for each unit, (B,).
 Inner = Callable[[Any, Any, int, RowNorms], Tensor]
 
@@ -137,6 +159,11 @@ _PAIRS: dict[tuple[type[Use], type[Use]], Inner] = {
     (Softmax, Linear): _softmax_linear,
     (Softmax, Built): _softmax_built,
     (Built, Built): _built_built,
+    (Carried, Lookup): _carried_other,
+    (Carried, Linear): _carried_other,
+    (Carried, Softmax): _carried_other,
+    (Carried, Built): _carried_other,
+    (Carried, Carried): _carried_carried,
 }
 INNER = {(other, one): _exchanged(pair) for (one, other), pair in _PAIRS.items()} | _PAIRS
 

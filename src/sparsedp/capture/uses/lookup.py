@@ -126,6 +126,13 @@ class Lookup(Use):
         """The same positions, each of the owner of its unit: `owners` (B,)."""
         return Lookup(self.ids, owners[self.units], self.grad, self.source, self.weight)
 
+    def of_unit(self, unit: int) -> Lookup:
+        """The positions of one unit, which becomes number 0."""
+        at = (self.units == unit).nonzero().squeeze(1)
+        source = at if self.source is None else self.source[at]
+        weight = None if self.weight is None else self.weight[at]
+        return Lookup(self.ids[at], torch.zeros_like(at), self.grad, source, weight)
+
     def touched(self) -> tuple[Tensor, Tensor]:
         """The distinct (unit, row) pairs: two tensors of equal length, sorted by unit, then row."""
         used = self.ids >= 0

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sparsedp.capture.uses.base import RowNorms, Use, slack
 from sparsedp.capture.uses.built import Built
+from sparsedp.capture.uses.carried import Carried
 from sparsedp.capture.uses.inner import inner
 from sparsedp.capture.uses.linear import Linear
 from sparsedp.capture.uses.lookup import Lookup, RowSparse
@@ -25,14 +26,19 @@ class ParameterUses:
     linears: list[Linear]
     builts: list[Built]
     softmaxes: list[Softmax] = field(default_factory=list)
+    carrieds: list[Carried] = field(default_factory=list)  # one at most: they are merged
 
     @staticmethod
     def of(uses: Sequence[Use]) -> ParameterUses:
-        lookups, linears, builts, softmaxes = _by_kind(uses)
+        lookups, linears, builts, softmaxes, carrieds = _by_kind(uses)
         if len(uses) == 1:  # as in most models
-            return ParameterUses(lookups, linears, builts, softmaxes)
+            return ParameterUses(lookups, linears, builts, softmaxes, carrieds)
         return ParameterUses(
-            Lookup.merged(lookups), Linear.merged(linears), Built.merged(builts), Softmax.merged(softmaxes)
+            Lookup.merged(lookups),
+            Linear.merged(linears),
+            Built.merged(builts),
+            Softmax.merged(softmaxes),
+            Carried.merged(carrieds),
         )
 
     def written_out(self) -> ParameterUses:
@@ -50,12 +56,16 @@ class ParameterUses:
                 kept.append(linear)
         if len(kept) == len(self.linears):
             return self
-        return ParameterUses(self.lookups, kept, Built.merged(builts), self.softmaxes)
+        return ParameterUses(self.lookups, kept, Built.merged(builts), self.softmaxes, self.carrieds)
 
     @property
     def is_used_in_full(self) -> bool:
         """Whether there are other uses than lookups: of a table, all of its rows are in use then."""
-        return bool(self.linears or self.builts or self.softmaxes)
+        return bool(self.linears or self.builts or self.softmaxes or self.carrieds)
+
+    @property
+    def all(self) -> list[Use]:
+        return [*self.linears, *self.builts, *self.softmaxes, *self.carrieds, *self.lookups]
 
     def squared_norms(self, units: int, row_norms: RowNorms | None = None) -> Tensor:
         """Squared norm of each unit's gradient, (B,), float64, never below the true one by more than rounding.
@@ -65,7 +75,7 @@ class ParameterUses:
         Where uses can cancel, rounding grows with the terms and not with the result. The slack, a multiple of the
         squared sum of the terms' norms, keeps a unit whose large terms cancel from passing as small.
         """
-        uses: list[Use] = [*self.linears, *self.builts, *self.softmaxes, *self.lookups]
+        uses = self.all
         row_norms = RowNorms() if row_norms is None else row_norms
         squares = [use.squared_norms(units, row_norms).double() for use in uses]
         if len(uses) == 1 and not uses[0].can_cancel:
@@ -89,21 +99,19 @@ class ParameterUses:
         if not self.is_used_in_full:
             (lookup,) = self.lookups
             return lookup.weighted_rows(factors)
-        first: Use = [*self.linears, *self.builts, *self.softmaxes][0]
-        total = first.like.new_zeros(shape)
+        total = self.all[0].like.new_zeros(shape)
         self.add_weighted_sum(total, factors)
         return total
 
     def add_weighted_sum(self, out: Tensor, factors: Tensor) -> None:
         """Adds the sum over units of factor times gradient to `out`, of the parameter's shape and contiguous."""
         flat = out.view(-1)
-        for use in (*self.linears, *self.builts, *self.softmaxes, *self.lookups):
+        for use in self.all:
             use.add_weighted_sum(flat, factors)
 
     def restricted(self, rows: Tensor, width: int) -> ParameterUses:
         """The uses of a table of rows of `width` elements, with everything outside of `rows` (ascending) set to zero."""
-        uses: list[Use] = [*self.lookups, *self.builts, *self.linears, *self.softmaxes]
-        return ParameterUses(*_by_kind(use.restricted(rows, width) for use in uses))
+        return ParameterUses(*_by_kind(use.restricted(rows, width) for use in self.all))
 
     def touched(self) -> tuple[Tensor, Tensor]:
         """The distinct (unit, row) pairs that lookups use: two tensors of equal length, sorted by unit, then row."""
@@ -111,8 +119,10 @@ class ParameterUses:
         return lookup.touched()
 
 
-def _by_kind(uses: Iterable[Use]) -> tuple[list[Lookup], list[Linear], list[Built], list[Softmax]]:
-    kinds: dict[type[Use], list[Any]] = {Lookup: [], Linear: [], Built: [], Softmax: []}
+def _by_kind(
+    uses: Iterable[Use],
+) -> tuple[list[Lookup], list[Linear], list[Built], list[Softmax], list[Carried]]:
+    kinds: dict[type[Use], list[Any]] = {Lookup: [], Linear: [], Built: [], Softmax: [], Carried: []}
     for use in uses:
         kinds[type(use)].append(use)
-    return kinds[Lookup], kinds[Linear], kinds[Built], kinds[Softmax]
+    return kinds[Lookup], kinds[Linear], kinds[Built], kinds[Softmax], kinds[Carried]
