@@ -53,7 +53,9 @@ from sparsedp.capture.ops import run_use
 from sparsedp.capture.ops.normalisation import BATCH_STATISTICS, takes_batch_statistics
 from sparsedp.capture.ops.registry import AXIS_RULES, plain_name
 from sparsedp.capture.ops.shape import SHAPE_ONLY
+from sparsedp.capture.places import Origins
 from sparsedp.capture.randomness import COUNTING, TRAINING, WITHOUT_GRADIENT, Draws, draws_nothing, may_draw
+from sparsedp.capture.refused import Refusals
 from sparsedp.capture.results import Results
 from sparsedp.capture.scripted import ScriptedFunctions
 from sparsedp.capture.tape import Tape
@@ -115,7 +117,9 @@ class Capture:
         self._memory = UnitMemory(self._known, self._state, self._pass)
         self._history = HiddenHistory(self._pass.where)
         self._tape = Tape(self._pass, current_batch, self._state)
-        self._results = Results(self._pass, self._known, self._memory, self._history, self._tape)
+        origins = Origins(self._known)
+        self._results = Results(self._pass, self._known, self._memory, self._history, self._tape, origins)
+        self._refusals = Refusals(self._pass, self._known, origins)
         self._writes = Writes(
             self._pass, self._known, self._state, self._memory, self._history, self._results, self._run_use
         )
@@ -138,6 +142,7 @@ class Capture:
         self.keep, self.refuse, self.where = self._tape.keep, self._pass.refuse, self._pass.where
         self.lose, self.whose_memory = self._memory.lose, self._state.whose_memory
         self.private_memory, self.forget_history = self._state.private_memory, self._history.clear
+        self.refused, self.locate = self._refusals.of_operation, self._refusals.locate
         self.require_unwritten, self.replacing = self._state.require_unwritten, self._state.replacing
 
     @property

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsedp._torch import is_functorch_tensor, without_subclasses
+from sparsedp.capture.combining import combined_by
 from sparsedp.capture.expressions import Expression
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.inputs import advice
@@ -132,8 +133,9 @@ class KnownTensors:
             )
         if isinstance(info, Mixed):
             raise current.refuse(
-                operation, names, f"its input was reduced over the units of the batch by '{info.operation}'",
-                "compute losses and statistics of a batch outside of the module, after the last parameter",
+                operation, names, f"its input was {combined_by(info.operation)}",
+                "keep each unit in its place, and compute losses and statistics of a batch outside of the module, after the last "
+                "parameter",
             )  # fmt: skip
         raise current.refuse(
             operation, names,

@@ -1,0 +1,138 @@
+"""Tells of an error in a forward pass where in the model's code it comes from, on which tensors, and what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from sparsedp.capture import suggestions
+from sparsedp.capture.combining import VALID_POSITIONS
+from sparsedp.capture.forward_pass import ForwardPass
+from sparsedp.capture.hooks import LISTENING
+from sparsedp.capture.marked_shapes import described
+from sparsedp.capture.names import is_in_place, operands_of, operation_name, written_tensors
+from sparsedp.capture.ops.losses import OF_CLASSES
+from sparsedp.capture.places import Origin, Origins, Place, place_in_code
+from sparsedp.capture.tensors import KnownTensors
+from sparsedp.capture.units import Mixed, UnitData
+from sparsedp.errors import Refusal, SparseDPError, UnitsMixedError, UnsupportedError
+
+_OPERANDS = 6  # that a message shows
+
+
+class Refusals:
+    """Adds to errors what is known of the operation that they come from."""
+
+    def __init__(self, current: ForwardPass, known: KnownTensors, origins: Origins) -> None:
+        self._current, self._known, self._origins = current, known, origins
+
+    def of_operation(self, error: Exception, func: Callable, args: tuple, kwargs: dict) -> Exception:
+        """The error to raise for one that came up when an operation ran: the same one, or ours if capture is to blame."""
+        name = operation_name(func)
+        if not isinstance(error, SparseDPError):
+            if not self._fails_in_capture_alone(error, name, func, args, kwargs):
+                return error
+            error = UnsupportedError(
+                f"Operation '{name}'{self._current.where()} cannot be followed in this form: capture failed on it with "
+                f"{type(error).__name__}: {error}. Write it in another way, and please report it."
+            )
+        if error.refusal is None:
+            operands = operands_of(args, kwargs)
+            place = place_in_code()
+            origin = next((o for o in map(self._origins.of, operands) if o is not None), None)
+            self._tell(error, name, operands, place, origin, self._suggestion(error, name, operands, place, origin))
+        return error
+
+    def locate(self, error: SparseDPError, operation: str = "", place: Place | None = None) -> SparseDPError:
+        """Adds the line that runs now, or `place`, to an error of something that is no operation of torch's."""
+        if error.refusal is None:
+            self._tell(error, operation, [], place or place_in_code(), None, ())
+        return error
+
+    def _tell(
+        self,
+        error: SparseDPError,
+        name: str,
+        operands: list[Tensor],
+        place: Place | None,
+        origin: Origin | None,
+        suggestion: tuple[str, ...],
+    ) -> None:
+        reason = str(error)
+        is_elsewhere = origin is not None and (origin.operation != name or origin.place != place)
+        statement = None if place is None else place.statement
+        error.refusal = Refusal(
+            type(error).__name__, reason, _risk(error, reason), name,
+            tuple(described(tensor, self._known) for tensor in operands[:_OPERANDS]),
+            next((module for module in reversed(self._current.modules) if module), ""),
+            "" if place is None else place.file, 0 if place is None else place.line,
+            "" if place is None else place.function, "" if statement is None else statement.text, str(origin) if is_elsewhere else "", suggestion,
+        )  # fmt: skip
+
+    def _suggestion(
+        self, error: SparseDPError, name: str, operands: list[Tensor], place: Place | None, origin: Origin | None
+    ) -> tuple[str, ...]:
+        if name in LISTENING:
+            return suggestions.removed(place)
+        if is_in_place(name):
+            return suggestions.without_writing(place, name)
+        if "takes other arguments" in str(error):
+            return suggestions.functional(place, name)
+        if origin is None:
+            if not isinstance(error, UnitsMixedError):
+                return ()
+            if name in OF_CLASSES:
+                return suggestions.over_all_positions(place, name)
+            first = next((tensor for tensor in operands if self._known.is_data(tensor)), None)
+            axis = None if first is None else self._known.known_axis(first)
+            if first is None or axis is None:
+                return ()
+            return suggestions.per_unit(place, suggestions.Reduced(name, tuple(first.shape), axis.dim))
+        if origin.operation in OF_CLASSES and any(self._is_mean_of_valid(tensor) for tensor in operands):
+            return suggestions.over_all_positions(origin.place, origin.operation)
+        return suggestions.per_unit(
+            origin.place, suggestions.Reduced(origin.operation, origin.shapes[0], origin.axes[0])
+        )
+
+    def _is_mean_of_valid(self, tensor: Tensor) -> bool:
+        info = self._known.get(tensor)
+        return isinstance(info, Mixed) and info.operation == VALID_POSITIONS
+
+    def _fails_in_capture_alone(self, error: Exception, name: str, func: Callable, args: tuple, kwargs: dict) -> bool:
+        """Whether an operation that raised an error which is not ours runs when capture does not look."""
+        if name == "backward" or not any(map(self._is_followed, operands_of(args, kwargs))):
+            return False
+        written = written_tensors(func, args, kwargs)
+        if written:  # it must not run twice; torch itself raises errors of these types for wrong arguments only
+            return isinstance(error, (AttributeError, AssertionError, KeyError)) or type(error) is IndexError
+        try:
+            with torch.random.fork_rng(devices=[]):
+                func(*args, **kwargs)
+        except Exception:
+            return False
+        return True
+
+    def _is_followed(self, tensor: Tensor) -> bool:
+        return isinstance(self._known.get(tensor), (UnitData, Mixed)) or self._known.expression(tensor) is not None
+
+
+def located_refusal(error: SparseDPError, operation: str, shape: str, place: Place) -> SparseDPError:
+    """An error of a backward pass, with the line of the forward pass that it goes back to."""
+    statement, reason = place.statement, str(error)
+    error.refusal = Refusal(
+        type(error).__name__, reason, _risk(error, reason), operation, (shape,), "", place.file, place.line, place.function,
+        "" if statement is None else statement.text,
+    )  # fmt: skip
+    return error
+
+
+def _risk(error: Exception, reason: str) -> str:
+    if isinstance(error, UnitsMixedError):
+        return "A unit's gradient would depend on other units, so that clipping it bounds nothing."
+    if "on parameter" in reason:
+        return (
+            "Which unit a part of the parameter's gradient belongs to would not be known, so it could not be clipped."
+        )
+    return "What capture cannot follow could bring private data to the weights without clipping or noise."
