@@ -65,7 +65,7 @@ from sparsedp.capture.unit_memory import UnitMemory
 from sparsedp.capture.units import Mixed, UnitAxis, UnitData
 from sparsedp.capture.uses import Use
 from sparsedp.capture.writes import Writes
-from sparsedp.errors import UnsupportedError
+from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.noise import RandomKey
 
@@ -178,7 +178,7 @@ class Capture:
         """Module `name` is about to run: the whole forward pass, or a part of it."""
         refuse_compilation()
         if module._backward_hooks or module._backward_pre_hooks:
-            refuse_backward_hooks(name, module)
+            self._require(refuse_backward_hooks, name, module)
         if not self._pass.modules:
             self._begin(name, args, kwargs)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -189,19 +189,29 @@ class Capture:
     def _begin(self, name: str, args: tuple, kwargs: dict) -> None:
         """A forward pass, in which module `name` is called first."""
         if torch.is_grad_enabled():
-            refuse_surroundings()
+            self._require(refuse_surroundings)
         self._begin_draws()
         self._memory.begin()
         self._state.begin()
         inputs = all_tensors((args, kwargs), objects=True)
         is_training = self._tape.forward_only is None
-        batch = batch_of(inputs, self._current_batch() if is_training else self._forward_only_batch)
+        expected = self._current_batch() if is_training else self._forward_only_batch
+        batch = batch_of(inputs, expected)
+        self._pass.announced = None if expected is None or batch is expected else expected.examples
         self._tape.begin(batch)
         if batch is not self._pass.batch and not isinstance(batch, UnannouncedBatch):
             self._marks.part_with_earlier_batches(inputs)
         self._pass.be_over(batch)
         self._tape.has_foreign_leaf = any(tensor.requires_grad and tensor.is_leaf for tensor in inputs)
-        self._marks.mark(self._module, name, args, kwargs, inputs)
+        self._require(self._marks.mark, self._module, name, args, kwargs, inputs)
+
+    def _require(self, check: Callable[..., None], *values: Any) -> None:
+        """`check` raises if something must not be trained on. Whoever wants to see all of it goes on from here."""
+        check(*values)
+
+    def refuse_function(self, error: SparseDPError, function: type, run: Callable[[], Any]) -> Any:
+        """A custom function was refused; `run` would run it unseen."""
+        raise self.locate(error, function.__name__)
 
     def _begin_draws(self) -> None:
         """Whatever a pass draws that may reach a gradient comes from the key; evaluation draws as the user has it."""
@@ -221,13 +231,12 @@ class Capture:
             if torch.is_grad_enabled():
                 self._watch_outputs(output)
             changed = self._state.changed(lambda tensor: self._known.get(tensor) is CONSTANT)
-            self._memory.end()
+            self._require(self._memory.end)
             self._state.storages = {}
-            self.require_history()
-            if changed is not None:
-                raise self._state.refuse_write(changed)
+            self._require(self.require_history)
+            self._require(self._state.require_no_write, changed)
             if self._generators_before is not None:
-                refuse_moved(self._generators_before, self._generators.places())
+                self._require(refuse_moved, self._generators_before, self._generators.places())
 
     def _leave(self) -> None:
         self._pass.modules.pop()

@@ -21,6 +21,9 @@ from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call, plain_name
 from sparsedp.capture.units import Info, Mixed, UnitAxis, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
 
+# Words of errors for operations that may mix units, or may not: it is not known.
+UNCERTAIN = ("joins several activations in a way that is not followed", "a tensor in which their position is not known")
+
 
 def follow(
     name: str,

@@ -81,8 +81,7 @@ class Functions:
                 try:
                     return self._apply(function, run, args)
                 except SparseDPError as error:
-                    self.capture.locate(error, function.__name__)
-                    raise
+                    return self.capture.refuse_function(error, function, lambda: run(*args))
             return run(*args)
 
         self._outer.append(SingleLevelFunction.__dict__.get("apply"))

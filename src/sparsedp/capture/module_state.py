@@ -120,6 +120,11 @@ class ModuleState:
             "the state_dict without noise. Keep such state outside of the module, or freeze the layer with eval()."
         )
 
+    def require_no_write(self, name: str | None) -> None:
+        """Raises if `name` was changed."""
+        if name is not None:
+            raise self.refuse_write(name)
+
     def require_unwritten(self, tensors: list[tuple[str, Tensor]] | None = None) -> None:
         """Raises if a backward pass, or what came after it, changed a parameter or a buffer.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,14 +64,17 @@ class Refusals:
     ) -> None:
         reason = str(error)
         is_elsewhere = origin is not None and (origin.operation != name or origin.place != place)
-        statement = None if place is None else place.statement
         error.refusal = Refusal(
-            type(error).__name__, reason, _risk(error, reason), name,
+            type(error).__name__,
+            reason,
+            risk_of(error, reason),
+            name,
             tuple(described(tensor, self._known) for tensor in operands[:_OPERANDS]),
             next((module for module in reversed(self._current.modules) if module), ""),
-            "" if place is None else place.file, 0 if place is None else place.line,
-            "" if place is None else place.function, "" if statement is None else statement.text, str(origin) if is_elsewhere else "", suggestion,
-        )  # fmt: skip
+            **_at(place),
+            origin=str(origin) if is_elsewhere else "",
+            suggestion=suggestion,
+        )
 
     def _suggestion(
         self, error: SparseDPError, name: str, operands: list[Tensor], place: Place | None, origin: Origin | None
@@ -120,16 +125,25 @@ class Refusals:
 
 def located_refusal(error: SparseDPError, operation: str, shape: str, place: Place) -> SparseDPError:
     """An error of a backward pass, with the line of the forward pass that it goes back to."""
-    statement, reason = place.statement, str(error)
+    reason = str(error)
     error.refusal = Refusal(
-        type(error).__name__, reason, _risk(error, reason), operation, (shape,), "", place.file, place.line, place.function,
-        "" if statement is None else statement.text,
-    )  # fmt: skip
+        type(error).__name__, reason, risk_of(error, reason), operation, (shape,) if shape else (), **_at(place)
+    )
     return error
 
 
-def _risk(error: Exception, reason: str) -> str:
-    if isinstance(error, UnitsMixedError):
+def _at(place: Place | None) -> dict[str, Any]:
+    """What a refusal says of a place."""
+    if place is None:
+        return {}
+    statement = place.statement
+    text = "" if statement is None else statement.text
+    return {"file": place.file, "line": place.line, "function": place.function, "source": text}
+
+
+def risk_of(error: Exception, reason: str) -> str:
+    """Why something is refused, in one sentence."""
+    if isinstance(error, UnitsMixedError) or re.search("mix (its units|the units)", reason):
         return "A unit's gradient would depend on other units, so that clipping it bounds nothing."
     if "on parameter" in reason:
         return (

@@ -21,7 +21,7 @@ from sparsedp.capture.forward_pass import ForwardPass, HasUnits
 from sparsedp.capture.functions import APPLY
 from sparsedp.capture.marked_shapes import marked_shape
 from sparsedp.capture.module_state import ModuleState
-from sparsedp.capture.places import Origin
+from sparsedp.capture.places import Origin, place_in_code
 from sparsedp.capture.refused import located_refusal
 from sparsedp.capture.terms import PublicTerm
 from sparsedp.capture.uses import Use
@@ -76,12 +76,12 @@ class _Source(torch.autograd.Function):
         return None, grads[0] if ctx.goes_on else None, None, None
 
 
-def _mixing_loss(shape: tuple[int, ...], units: int, is_unseen: bool, origin: Origin | None) -> SparseDPError:
+def mixing_loss(shape: tuple[int, ...], units: str, is_unseen: bool, origin: Origin | None) -> SparseDPError:
     """The error for a loss that depends on a tensor of this shape, in which units may be mixed."""
     why = "was made where capture does not see it" if is_unseen else "has them in a place that is not known"
     since = "" if origin is None else f", since operation '{origin.operation}'"
     error = UnitsMixedError(
-        f"The loss depends on a tensor of shape {shape}, made in forward(), that may mix the {units} units of the batch: "
+        f"The loss depends on a tensor of shape {shape}, made in forward(), that may mix the {units} of the batch: "
         f"it {why}{since}. A mean over what a mask picks from all units, say, divides by everybody's number. Keep the batch on "
         "an axis of its own, and let the loss be a mean or sum over units of something that each unit decides alone."
     )
@@ -167,7 +167,7 @@ class Tape:
         further."""
         # A copy: the tensor may be changed in place afterwards.
         copied = Expression(expression.tensor.clone(), expression.parameters)
-        term, reference = PublicTerm(copied, sign, self._current.batch, operation), self._weak
+        term, reference = PublicTerm(copied, sign, self._current.batch, operation, place=place_in_code()), self._weak
 
         def receive(grads: Sequence[Tensor | None]) -> None:
             tape, grad = reference(), grads[0]
@@ -201,12 +201,12 @@ class Tape:
 
     def _refuser(self, shape: tuple[int, ...], is_unseen: bool, origin: Origin | None) -> Callable[[Any], None]:
         """Raises in a backward pass over the whole graph, not where torch.autograd.grad asks for some inputs' gradients."""
-        anchor, units = self._anchor_node, self._current.units
+        anchor, units = self._anchor_node, self._current.counted()
 
         def refuse(grads: Any) -> None:
             if not will_run(anchor):
                 return
-            raise _mixing_loss(shape, units, is_unseen, origin)
+            raise mixing_loss(shape, units, is_unseen, origin)
 
         return refuse
 

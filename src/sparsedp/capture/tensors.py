@@ -139,7 +139,7 @@ class KnownTensors:
             )  # fmt: skip
         raise current.refuse(
             operation, names,
-            f"the position of the {current.units} units in its input of shape {tuple(tensor.shape)} is not known",
+            f"the position of the {current.counted()} in its input of shape {tuple(tensor.shape)} is not known",
             "keep the batch on an axis of its own, first if possible, and index it only as a whole",
         )  # fmt: skip
 
