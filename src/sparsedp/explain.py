@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sparsedp.capture import RepeatedDraws, Replaced, TracedOperation, TracingCapture
+from sparsedp.capture.places import place_of
 from sparsedp.check import copied_module, count_units, len_of, map_tensors
 from sparsedp.errors import Refusal, SparseDPError, UnsupportedError, one_line
 from sparsedp.fused import replace_fused
@@ -155,9 +156,11 @@ def _run(capture: TracingCapture, module: nn.Module, loss_fn: Callable, batch: A
         if not capture.found:
             _go_back(capture, loss)
     except SparseDPError as error:
-        if not capture.found and error.refusal is None:
+        place = place_of(error)
+        if not capture.found and error.refusal is None and place is None:
             raise
-        capture.add(error)
+        capture.add(error if place is None else capture.locate(error, "", place))
+        capture.notes.append("The pass ended at the last refusal: what would come after it is not seen.")
     except Exception as error:
         if not capture.found:
             raise
@@ -187,6 +190,11 @@ def _go_back(capture: TracingCapture, loss: Tensor) -> None:
         raise
     if collected is None:
         raise SparseDPError("The loss does not depend on any trained parameter of the module.")
+    for names in dict.fromkeys(term.expression.names for term in collected.terms):
+        capture.notes.append(
+            f"The loss has a term that depends on {names} alone. It joins the update after the noise. On a table it is as large "
+            "as the table, and mechanisms that change some rows refuse it: weight_decay of the optimizer does not cost that."
+        )
 
 
 @contextmanager

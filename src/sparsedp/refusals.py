@@ -12,7 +12,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from sparsedp._torch import BatchNormBase
-from sparsedp.capture.refused import risk_of
 from sparsedp.errors import Refusal, UnsupportedError
 from sparsedp.fused import is_replaced
 from sparsedp.mechanisms import Mechanism

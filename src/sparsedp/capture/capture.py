@@ -234,7 +234,8 @@ class Capture:
             self._require(self._memory.end)
             self._state.storages = {}
             self._require(self.require_history)
-            self._require(self._state.require_no_write, changed)
+            for name in changed:
+                self._require(self._state.require_no_write, name)
             if self._generators_before is not None:
                 self._require(refuse_moved, self._generators_before, self._generators.places())
 

@@ -82,9 +82,9 @@ def follow(
         return combined
     if len(axes) > 1 and units > 1:
         raise UnitsMixedError(
-            f"Operation '{name}'{where()} compares every unit of the batch with every other one (in-batch negatives?), so "
-            "one unit's loss depends on the others and clipping bounds nothing. Draw negatives from a public distribution "
-            "instead."
+            f"Operation '{name}'{where()} compares every unit of the batch with every other one (in-batch negatives? attention "
+            "across the batch?), so one unit's loss depends on the others and clipping bounds nothing. Draw negatives from a "
+            "public distribution instead, and let each unit attend to itself alone."
         )
     return UnitData(axes.pop() if axes and not lost else None)
 

@@ -21,7 +21,9 @@ def described(tensor: Tensor, known: KnownTensors) -> str:
     expression = known.expression(tensor)
     if expression is not None:
         is_itself = len(expression.parameters) == 1 and expression.parameters[0][1] is expression.tensor
-        return f"{'' if is_itself else 'made of '}{expression.names} {marked_shape(tensor.shape)}"
+        others = len(expression.parameters) - 1
+        names = f"'{expression.parameters[0][0]}'" + (f" and {others} other{'s'[: others - 1]}" if others else "")
+        return f"{'' if is_itself else 'made of '}{names} {marked_shape(tensor.shape)}"
     info = known.get(tensor)
     shape = marked_shape(tensor.shape, known.known_axis(tensor))
     if isinstance(info, WholeBatch):

@@ -14,6 +14,7 @@ import sysconfig
 import textwrap
 import weakref
 from collections.abc import Sequence
+from types import FrameType
 from typing import NamedTuple
 
 import torch
@@ -43,11 +44,6 @@ class Place(NamedTuple):
         if not 0 < self.line <= len(lines):
             return None
         return _statement("".join(lines), self.line)
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether it is in a package that was installed, whose files a user does not change."""
-        return "site-packages" in self.file or "dist-packages" in self.file
 
 
 class Statement(NamedTuple):
@@ -83,7 +79,19 @@ def place_in_code() -> Place | None:
 
     Models that SparseDP brings along count where nothing else is there.
     """
-    frame, own = sys._getframe(1), None
+    return _innermost(sys._getframe(1))
+
+
+def place_of(error: BaseException) -> Place | None:
+    """The innermost line of a model that an error came by."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    return None if traceback is None else _innermost(traceback.tb_frame)
+
+
+def _innermost(frame: FrameType | None) -> Place | None:
+    own = None
     while frame is not None:
         whose = _whose(frame.f_code.co_filename)
         if whose == _OUTSIDE:
@@ -93,7 +101,7 @@ def place_in_code() -> Place | None:
             if whose == _MODEL:
                 return place
             own = place
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return own
 
 

@@ -47,10 +47,12 @@ class Refusals:
             self._tell(error, name, operands, place, origin, self._suggestion(error, name, operands, place, origin))
         return error
 
-    def locate(self, error: SparseDPError, operation: str = "", place: Place | None = None) -> SparseDPError:
+    def locate(
+        self, error: SparseDPError, operation: str = "", place: Place | None = None, suggestion: tuple[str, ...] = ()
+    ) -> SparseDPError:
         """Adds the line that runs now, or `place`, to an error of something that is no operation of torch's."""
         if error.refusal is None:
-            self._tell(error, operation, [], place or place_in_code(), None, ())
+            self._tell(error, operation, [], place or place_in_code(), None, suggestion)
         return error
 
     def _tell(
@@ -81,10 +83,12 @@ class Refusals:
     ) -> tuple[str, ...]:
         if name in LISTENING:
             return suggestions.removed(place)
-        if is_in_place(name):
+        if is_in_place(name) and re.search(r"in place|writes|through x\.data", str(error)):
             return suggestions.without_writing(place, name)
         if "takes other arguments" in str(error):
             return suggestions.functional(place, name)
+        if "acts on a sum or mean" in str(error):
+            return suggestions.mean_of_all(place)
         if origin is None:
             if not isinstance(error, UnitsMixedError):
                 return ()

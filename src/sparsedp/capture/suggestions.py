@@ -30,7 +30,7 @@ class Reduced(NamedTuple):
 
 def removed(place: Place | None) -> tuple[str, ...]:
     """The suggestion to take a statement out."""
-    statement = None if place is None or place.is_installed else place.statement
+    statement = None if place is None else place.statement
     return () if statement is None or not isinstance(statement.tree, ast.Expr) else _old(statement)
 
 
@@ -60,6 +60,22 @@ def over_all_positions(place: Place | None, operation: str) -> tuple[str, ...]:
     return _patch(place, lambda tree: _mean_of_each(tree, operation))
 
 
+def mean_of_all(place: Place | None) -> tuple[str, ...]:
+    """A mean over all positions in place of a sum that is divided by a number of the batch: x.sum() / count."""
+
+    def change(tree: ast.stmt) -> ast.stmt | None:
+        divisions = [node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div)]
+        total = divisions[0].left if len(divisions) == 1 else None
+        if not isinstance(total, ast.Call) or _called(total) != "sum" or not isinstance(total.func, ast.Attribute):
+            return None
+        if total.keywords or len(total.args) != (0 if _is_method(total) else 1):
+            return None
+        total.func.attr = "mean"
+        return _replaced(tree, divisions[0], total)
+
+    return _patch(place, change)
+
+
 def functional(place: Place | None, operation: str) -> tuple[str, ...]:
     """torch.nn.functional's form of an operation in place of torch's."""
 
@@ -77,7 +93,7 @@ def functional(place: Place | None, operation: str) -> tuple[str, ...]:
 
 
 def _patch(place: Place | None, change: Callable[[ast.stmt], ast.stmt | None]) -> tuple[str, ...]:
-    statement = None if place is None or place.is_installed else place.statement
+    statement = None if place is None else place.statement
     if statement is None or hasattr(statement.tree, "body"):
         return ()
     changed = change(copy.deepcopy(statement.tree))

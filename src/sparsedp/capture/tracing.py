@@ -18,7 +18,9 @@ from sparsedp._torch import without_functions
 from sparsedp.capture.capture import Capture
 from sparsedp.capture.following import UNCERTAIN
 from sparsedp.capture.forward_pass import HasUnits
+from sparsedp.capture.global_generators import refuse_moved
 from sparsedp.capture.marked_shapes import described, marked_shape
+from sparsedp.capture.module_state import named_tensors
 from sparsedp.capture.names import all_tensors, operands_of, operation_name, written_tensors
 from sparsedp.capture.places import Place, place_in_code
 from sparsedp.capture.randomness import Draws
@@ -65,7 +67,11 @@ class TracingCapture(Capture):
         self._outside = {id(tensor): name for values in (originals, parameters) for name, tensor in values.items()}
         # Tensors in which it is not known where the units are: no loss may depend on them.
         self._unplaced: dict[int, tuple[Tensor, bool]] = {}
-        self._moved: Place | None = None  # the first operation after which a global generator had moved
+        self._made_at: dict[int, tuple[Any, Place | None]] = {}  # where tensors were made, or last written to
+        self._last: Place | None = None  # of the last operation
+        self._drawn_at: tuple[Place | None, Place | None] | None = (
+            None  # the operations between which numbers were drawn
+        )
 
     # ------------------------------------------------------------------ refusals
 
@@ -77,18 +83,29 @@ class TracingCapture(Capture):
             note = f"Operation '{refusal.operation}' of the loss{where} is not followed: sparsedp.check compares what it does."
             self.notes += [] if note in self.notes else [note]
             return
-        same = [(r.operation, r.module, r.file, r.line) for r in self.found]
-        place = (refusal.operation, refusal.module, refusal.file, refusal.line)
-        if not refusal.operation or place not in same:
+        same = [(r.operation, r.file, r.line) for r in self.found]
+        if not refusal.file or (refusal.operation, refusal.file, refusal.line) not in same:
             self.found.append(refusal)
 
     def _require(self, check: Callable[..., None], *values: Any) -> None:
         try:
             check(*values)
         except SparseDPError as error:
-            if self._moved is not None and "global generator" in str(error):
-                self.locate(error, "random numbers", self._moved)
+            if check is refuse_moved and self._drawn_at is not None:
+                before, place = self._drawn_at
+                after = "" if before is None or before == place else f", or after {before.file}:{before.line}"
+                self.locate(error, "random numbers", place, (f"The numbers were drawn in this line{after}.",))
+            elif check == self._state.require_no_write:
+                place = self._place_of_write(values[0])
+                if place is not None:
+                    self.locate(error, "a write to the module", place)
             self.add(error)
+
+    def _place_of_write(self, name: str) -> Place | None:
+        """Where what is now in a parameter or buffer was made, or written."""
+        tensor = dict(named_tensors(self._module)).get(name)
+        made, place = self._made_at.get(id(tensor), (None, None))
+        return place if made is tensor else None
 
     def refuse_function(self, error: SparseDPError, function: type, run: Callable[[], Any]) -> Any:
         self.add(self.locate(error, function.__name__))
@@ -117,6 +134,7 @@ class TracingCapture(Capture):
             self.add(refused)
             out = self._go_on(func, args, kwargs, operands, versions)
         with without_functions():
+            self._note_places(func, args, kwargs, out)
             self._note_unplaced(out)
             self._trace(name, operands, inputs, out, error is not None)
         return out
@@ -171,14 +189,21 @@ class TracingCapture(Capture):
         outputs = all_tensors(out)
         if not (followed and outputs) and not refused:
             return
-        place = place_in_code()
+        place = self._last
         module = _LOSS if self._in_loss else next((part for part in reversed(self._pass.modules) if part), "")
         made = tuple(described(tensor, self._known) for tensor in outputs)
         file, line = ("", 0) if place is None else (place.file, place.line)
         self.operations.append(TracedOperation(name, inputs, made, module, file, line, refused))
+
+    def _note_places(self, func: Callable, args: tuple, kwargs: dict, out: Any) -> None:
+        """Where tensors are made and written to, and whether random numbers were drawn since the last operation."""
+        place = place_in_code()
+        for tensor in (*all_tensors(out), *written_tensors(func, args, kwargs)):
+            self._made_at[id(tensor)] = tensor, place
         before = self._generators_before
-        if self._moved is None and before is not None and before != self._generators.places():
-            self._moved = place
+        if self._drawn_at is None and before is not None and before != self._generators.places():
+            self._drawn_at = self._last, place
+        self._last = place
 
     def _note_unplaced(self, out: Any) -> None:
         for tensor in all_tensors(out):
@@ -210,11 +235,11 @@ class TracingCapture(Capture):
     def judge_loss(self, loss: Tensor) -> None:
         """Refuses what a backward pass would: a loss that depends on tensors in which units may be mixed."""
         reached = _nodes(loss.grad_fn)
-        told: set[Any] = set()
+        told = {refusal.origin for refusal in self.found}
         for tensor, is_unseen in self._unplaced.values():
             origin = self._results.origins.of(tensor)
-            if tensor.grad_fn in reached and (origin is None or origin not in told):
-                told.add(origin)
+            if tensor.grad_fn in reached and (origin is None or str(origin) not in told):
+                told.add(str(origin))
                 self.add(mixing_loss(tuple(tensor.shape), self._pass.counted(), is_unseen, origin))
         info = self._known.get(loss)
         if isinstance(info, UnitData) and self.known_axis(loss) is None and not self.found:
