@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,7 +22,7 @@ def one_line(error: BaseException) -> str:
         return "it holds other things than weights and plain values, which are not read: they could run code"
     text = " ".join(str(error).split())
     if isinstance(error, SparseDPError) and error.refusal is not None:
-        text = " ".join(f"{error.args[0] if error.args else ''} {error.refusal.location}".split())
+        text = " ".join(f"{error.message} {error.refusal.location}".split())
     return text if isinstance(error, (SparseDPError, OSError)) else f"{type(error).__name__}: {text}"
 
 
@@ -80,11 +80,35 @@ class Refusal:
 class SparseDPError(Exception):
     """Base of every error that SparseDP raises on purpose. One that comes from a place in a model's code tells it."""
 
-    refusal: Refusal | None = None
+    _refusal: Refusal | Callable[[], Refusal] | None = None
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Where in a model's code it comes from, and what to write instead; None where that is not known."""
+        if self._refusal is not None and not isinstance(self._refusal, Refusal):
+            self._refusal = self._refusal()
+        return self._refusal
+
+    @property
+    def is_located(self) -> bool:
+        return self._refusal is not None
+
+    def locate(self, refusal: Refusal | Callable[[], Refusal]) -> None:
+        """Sets what `refusal` says; a function is called when somebody asks, as reading source takes a while."""
+        self._refusal = refusal
+
+    @property
+    def message(self) -> str:
+        """What it says, without the place."""
+        return super().__str__()
 
     def __str__(self) -> str:
         details = "" if self.refusal is None else self.refusal.details()
-        return f"{super().__str__()}\n{details}" if details else super().__str__()
+        return f"{self.message}\n{details}" if details else self.message
+
+    def __reduce__(self) -> Any:
+        assert self.refusal is self._refusal  # which a function cannot be, in a pickle
+        return super().__reduce__()
 
 
 class UnsupportedError(SparseDPError):

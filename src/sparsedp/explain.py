@@ -157,7 +157,7 @@ def _run(capture: TracingCapture, module: nn.Module, loss_fn: Callable, batch: A
             _go_back(capture, loss)
     except SparseDPError as error:
         place = place_of(error)
-        if not capture.found and error.refusal is None and place is None:
+        if not capture.found and not error.is_located and place is None:
             raise
         capture.add(error if place is None else capture.locate(error, "", place))
         capture.notes.append("The pass ended at the last refusal: what would come after it is not seen.")
@@ -186,7 +186,8 @@ def _go_back(capture: TracingCapture, loss: Tensor) -> None:
         loss.backward()
         collected = capture.collect()
     except SparseDPError as error:
-        error.refusal = error.refusal or Refusal(type(error).__name__, str(error))
+        if not error.is_located:
+            error.locate(Refusal(type(error).__name__, error.message))
         raise
     if collected is None:
         raise SparseDPError("The loss does not depend on any trained parameter of the module.")

@@ -12,6 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from sparsedp._torch import BatchNormBase
+from sparsedp.capture.refused import risk_of
 from sparsedp.errors import Refusal, UnsupportedError
 from sparsedp.fused import is_replaced
 from sparsedp.mechanisms import Mechanism
@@ -43,7 +44,8 @@ def refused_parts(module: nn.Module) -> Iterator[RefusedPart]:
         reason = _why_not(part)
         if reason is not None:
             error = UnsupportedError(f"Module '{name}' ({type(part).__name__}): {reason}")
-            error.refusal = Refusal(type(error).__name__, str(error), module=name, suggestion=_replacement(name, part))
+            suggestion = _replacement(name, part)
+            error.locate(Refusal(type(error).__name__, str(error), risk_of(error), module=name, suggestion=suggestion))
             yield RefusedPart(name, error)
 
 

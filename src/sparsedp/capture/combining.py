@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from sparsedp.capture.units import VALID_POSITIONS
+
 _STATISTICS = {"mean", "sum", "std", "var", "nanmean", "nansum", "std_mean", "var_mean", "batch_norm", "instance_norm"}
 _EXTREMES = {"max", "min", "amax", "amin", "aminmax", "median", "nanmedian", "quantile", "nanquantile", "argmax", "argmin",
              "mode", "kthvalue"}  # fmt: skip
@@ -10,7 +12,6 @@ _ORDERS = {"sort", "argsort", "topk", "flip", "roll", "rot90", "fliplr", "flipud
 _ALONG = {"softmax", "log_softmax", "softmin", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "logsumexp",
           "normalize", "diff", "gumbel_softmax"}  # fmt: skip
 _PRODUCTS = {"matmul", "rmatmul", "mm", "bmm", "einsum", "linear", "tensordot", "dot", "inner", "addmm", "baddbmm"}
-VALID_POSITIONS = "a mean over valid positions"  # what a loss with ignored targets, or with weights, is to the units
 
 
 def combination_advice(operation: str) -> str:

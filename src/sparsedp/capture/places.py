@@ -53,11 +53,18 @@ class Statement(NamedTuple):
     tree: ast.stmt
 
 
+@functools.lru_cache(maxsize=8)
+def _tree(source: str) -> ast.Module | None:
+    try:
+        return ast.parse(source)
+    except SyntaxError:
+        return None
+
+
 @functools.lru_cache(maxsize=64)
 def _statement(source: str, line: int) -> Statement | None:
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
+    tree = _tree(source)
+    if tree is None:
         return None
     around = [
         node

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sparsedp.capture import suggestions
-from sparsedp.capture.combining import VALID_POSITIONS
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.hooks import LISTENING
 from sparsedp.capture.marked_shapes import described
@@ -18,7 +18,8 @@ from sparsedp.capture.names import is_in_place, operands_of, operation_name, wri
 from sparsedp.capture.ops.losses import OF_CLASSES
 from sparsedp.capture.places import Origin, Origins, Place, place_in_code
 from sparsedp.capture.tensors import KnownTensors
-from sparsedp.capture.units import Mixed, UnitData
+from sparsedp.capture.trials import tensors_in, with_tensors
+from sparsedp.capture.units import VALID_POSITIONS, Mixed, UnitData
 from sparsedp.errors import Refusal, SparseDPError, UnitsMixedError, UnsupportedError
 
 _OPERANDS = 6  # that a message shows
@@ -40,19 +41,20 @@ class Refusals:
                 f"Operation '{name}'{self._current.where()} cannot be followed in this form: capture failed on it with "
                 f"{type(error).__name__}: {error}. Write it in another way, and please report it."
             )
-        if error.refusal is None:
+        if not error.is_located:
             operands = operands_of(args, kwargs)
             place = place_in_code()
             origin = next((o for o in map(self._origins.of, operands) if o is not None), None)
-            self._tell(error, name, operands, place, origin, self._suggestion(error, name, operands, place, origin))
+            write = self._writer_of_suggestion(error, name, operands, place, origin)
+            self._tell(error, name, operands, place, origin, write)
         return error
 
     def locate(
         self, error: SparseDPError, operation: str = "", place: Place | None = None, suggestion: tuple[str, ...] = ()
     ) -> SparseDPError:
         """Adds the line that runs now, or `place`, to an error of something that is no operation of torch's."""
-        if error.refusal is None:
-            self._tell(error, operation, [], place or place_in_code(), None, suggestion)
+        if not error.is_located:
+            self._tell(error, operation, [], place or place_in_code(), None, lambda: suggestion)
         return error
 
     def _tell(
@@ -62,48 +64,43 @@ class Refusals:
         operands: list[Tensor],
         place: Place | None,
         origin: Origin | None,
-        suggestion: tuple[str, ...],
+        write: Callable[[], tuple[str, ...]],
     ) -> None:
-        reason = str(error)
+        kind, reason, risk = type(error).__name__, error.message, risk_of(error)
+        shapes = tuple(described(tensor, self._known) for tensor in operands[:_OPERANDS])
+        module = next((module for module in reversed(self._current.modules) if module), "")
         is_elsewhere = origin is not None and (origin.operation != name or origin.place != place)
-        error.refusal = Refusal(
-            type(error).__name__,
-            reason,
-            risk_of(error, reason),
-            name,
-            tuple(described(tensor, self._known) for tensor in operands[:_OPERANDS]),
-            next((module for module in reversed(self._current.modules) if module), ""),
-            **_at(place),
-            origin=str(origin) if is_elsewhere else "",
-            suggestion=suggestion,
+        before = str(origin) if is_elsewhere else ""
+        error.locate(
+            lambda: Refusal(kind, reason, risk, name, shapes, module, **_at(place), origin=before, suggestion=write())
         )
 
-    def _suggestion(
+    def _writer_of_suggestion(
         self, error: SparseDPError, name: str, operands: list[Tensor], place: Place | None, origin: Origin | None
-    ) -> tuple[str, ...]:
+    ) -> Callable[[], tuple[str, ...]]:
+        """What makes the suggestion, when somebody asks for it: it does not hold on to tensors."""
+        reason = error.message
         if name in LISTENING:
-            return suggestions.removed(place)
-        if is_in_place(name) and re.search(r"in place|writes|through x\.data", str(error)):
-            return suggestions.without_writing(place, name)
-        if "takes other arguments" in str(error):
-            return suggestions.functional(place, name)
-        if "acts on a sum or mean" in str(error):
-            return suggestions.mean_of_all(place)
-        if origin is None:
-            if not isinstance(error, UnitsMixedError):
-                return ()
+            return partial(suggestions.removed, place)
+        if is_in_place(name) and re.search(r"in place|writes|through x\.data", reason):
+            return partial(suggestions.without_writing, place, name)
+        if "takes other arguments" in reason:
+            return partial(suggestions.functional, place, name)
+        if "acts on a sum or mean" in reason:
+            return partial(suggestions.mean_of_all, place)
+        if origin is not None:
+            if origin.operation in OF_CLASSES and any(self._is_mean_of_valid(tensor) for tensor in operands):
+                return partial(suggestions.over_all_positions, origin.place, origin.operation)
+            reduced = suggestions.Reduced(origin.operation, origin.shapes[0], origin.axes[0])
+            return partial(suggestions.per_unit, origin.place, reduced)
+        if isinstance(error, UnitsMixedError):
             if name in OF_CLASSES:
-                return suggestions.over_all_positions(place, name)
+                return partial(suggestions.over_all_positions, place, name)
             first = next((tensor for tensor in operands if self._known.is_data(tensor)), None)
             axis = None if first is None else self._known.known_axis(first)
-            if first is None or axis is None:
-                return ()
-            return suggestions.per_unit(place, suggestions.Reduced(name, tuple(first.shape), axis.dim))
-        if origin.operation in OF_CLASSES and any(self._is_mean_of_valid(tensor) for tensor in operands):
-            return suggestions.over_all_positions(origin.place, origin.operation)
-        return suggestions.per_unit(
-            origin.place, suggestions.Reduced(origin.operation, origin.shapes[0], origin.axes[0])
-        )
+            if first is not None and axis is not None:
+                return partial(suggestions.per_unit, place, suggestions.Reduced(name, tuple(first.shape), axis.dim))
+        return tuple
 
     def _is_mean_of_valid(self, tensor: Tensor) -> bool:
         info = self._known.get(tensor)
@@ -114,11 +111,13 @@ class Refusals:
         if name == "backward" or not any(map(self._is_followed, operands_of(args, kwargs))):
             return False
         written = written_tensors(func, args, kwargs)
-        if written:  # it must not run twice; torch itself raises errors of these types for wrong arguments only
-            return isinstance(error, (AttributeError, AssertionError, KeyError)) or type(error) is IndexError
+        if written and isinstance(error, RuntimeError):
+            return False  # such as that of a write to a leaf
+        copies = {id(tensor): tensor.detach().clone() for tensor in written}  # it must not write twice
+        again, named = with_tensors((args, kwargs), iter([copies.get(id(t), t) for t in tensors_in((args, kwargs))]))
         try:
-            with torch.random.fork_rng(devices=[]):
-                func(*args, **kwargs)
+            with torch.random.fork_rng(devices=[]), torch.set_grad_enabled(torch.is_grad_enabled() and not written):
+                func(*again, **named)
         except Exception:
             return False
         return True
@@ -129,10 +128,8 @@ class Refusals:
 
 def located_refusal(error: SparseDPError, operation: str, shape: str, place: Place) -> SparseDPError:
     """An error of a backward pass, with the line of the forward pass that it goes back to."""
-    reason = str(error)
-    error.refusal = Refusal(
-        type(error).__name__, reason, risk_of(error, reason), operation, (shape,) if shape else (), **_at(place)
-    )
+    kind, reason, risk, shapes = type(error).__name__, error.message, risk_of(error), (shape,) if shape else ()
+    error.locate(lambda: Refusal(kind, reason, risk, operation, shapes, **_at(place)))
     return error
 
 
@@ -145,11 +142,11 @@ def _at(place: Place | None) -> dict[str, Any]:
     return {"file": place.file, "line": place.line, "function": place.function, "source": text}
 
 
-def risk_of(error: Exception, reason: str) -> str:
+def risk_of(error: SparseDPError) -> str:
     """Why something is refused, in one sentence."""
-    if isinstance(error, UnitsMixedError) or re.search("mix (its units|the units)", reason):
+    if isinstance(error, UnitsMixedError) or re.search("mix (its units|the units)", error.message):
         return "A unit's gradient would depend on other units, so that clipping it bounds nothing."
-    if "on parameter" in reason:
+    if "on parameter" in error.message:
         return (
             "Which unit a part of the parameter's gradient belongs to would not be known, so it could not be clipped."
         )

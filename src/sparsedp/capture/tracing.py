@@ -77,7 +77,7 @@ class TracingCapture(Capture):
 
     def add(self, error: SparseDPError) -> None:
         """Notes a refusal, each once; of losses, what is not followed is not refused either, but noted."""
-        refusal = error.refusal or Refusal(type(error).__name__, str(error))
+        refusal = error.refusal or Refusal(type(error).__name__, error.message)
         if self._in_loss and any(words in refusal.reason for words in UNCERTAIN):
             where = f" {refusal.location}" if refusal.file else ""
             note = f"Operation '{refusal.operation}' of the loss{where} is not followed: sparsedp.check compares what it does."

@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sparsedp.capture.combining import VALID_POSITIONS
 from sparsedp.capture.ops.elementwise import aligned
 from sparsedp.capture.ops.registry import Call, axis_rule
-from sparsedp.capture.units import Mixed, UnitAxis
+from sparsedp.capture.units import VALID_POSITIONS, Mixed, UnitAxis
 
 LOSSES = {"cross_entropy", "nll_loss", "binary_cross_entropy", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss",
            "smooth_l1_loss", "huber_loss", "kl_div", "poisson_nll_loss", "soft_margin_loss"}  # fmt: skip
