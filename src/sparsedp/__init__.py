@@ -14,6 +14,7 @@ from sparsedp.errors import (
     UnitsMixedError,
     UnsupportedError,
 )
+from sparsedp.explain import Explanation, explain
 from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, LazyDP, Mechanism
 from sparsedp.plan import PrivacyPlan
@@ -31,6 +32,7 @@ __all__ = [
     "Clipping",
     "ConfigError",
     "DataError",
+    "Explanation",
     "ExponentialSelection",
     "FrequencyRelease",
     "LazyDP",
@@ -47,5 +49,6 @@ __all__ = [
     "__version__",
     "accounting",
     "check",
+    "explain",
     "nn",
 ]

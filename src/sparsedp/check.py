@@ -89,7 +89,7 @@ def check(
     comparisons: list[_Comparison] = []
     if batch is not None:
         choose = take or _take
-        total = _count(batch) if take is None else len_of(batch)
+        total = count_units(batch) if take is None else len_of(batch)
         comparisons.append((batch, total, lambda whole, unit: choose(whole, [unit])))
     if data_loader is not None:
         count = max(2, min(_COLLATED, data_loader.batch_size or _COLLATED))
@@ -161,10 +161,7 @@ def _compare(trial: _Trial, batch: Any, total: int, units: int, take: Callable[[
         for name, wanted in reference.items():
             gap = _gap(by_capture.get(name), wanted, size)
             if not gap <= tolerance:  # also if it is not a number
-                raise SparseDPError(
-                    f"The captured gradient of parameter '{name}' differs from the true one by {gap:.1e} of its size. "
-                    "Please report this model."
-                )
+                raise _differing(name, gap, trial.is_random(alone, index))
             shift = _gap(among.get(name), wanted, size)
             if not shift <= tolerance:
                 raise UnitsMixedError(_mixing_message(name, shift, among, reference, trial.reduction, total))
@@ -174,6 +171,21 @@ def _compare(trial: _Trial, batch: Any, total: int, units: int, take: Callable[[
         if not float(norm * factor) <= 1 + tolerance:
             raise SparseDPError(f"Unit {index} exceeds the clip bound after clipping: {float(norm * factor):.6f} > 1.")
     return CheckReport(len(looked_at), len(trial.parameters), largest, trial.dtype)
+
+
+def _differing(name: str, gap: float, is_random: bool) -> SparseDPError:
+    """The error for a captured gradient that is not the one of ordinary autograd."""
+    if is_random:
+        return SparseDPError(
+            f"The gradient of parameter '{name}' for the same unit alone is not the same twice: the model or its loss draws "
+            "random numbers where they are not seen (numpy's, Python's, or a generator of its own?), or keeps something from "
+            "pass to pass. Draw them with torch operations such as torch.rand or F.dropout, without a generator: in a private "
+            "step they then come from the engine's secret key."
+        )
+    return SparseDPError(
+        f"The captured gradient of parameter '{name}' differs from the true one by {gap:.1e} of its size. "
+        "Please report this model."
+    )
 
 
 def _mixing_message(name: str, shift: float, among: Gradients, alone: Gradients, reduction: str, units: int) -> str:
@@ -258,7 +270,7 @@ class _Trial:
             refuse_module(module)
         self._original = {name: p for name, p in module.named_parameters() if p.requires_grad}
         self.dtype = dtype
-        self._module = _copied(module).cpu()._apply(lambda tensor: _converted(tensor, dtype))
+        self._module = copied_module(module).cpu()._apply(lambda tensor: _converted(tensor, dtype))
         if replace_recurrent:
             replace_fused(self._module)
             refuse_module(self._module)
@@ -270,7 +282,7 @@ class _Trial:
 
     def converted(self, batch: Any) -> Any:
         """A batch with its floating-point numbers in the type of the module's."""
-        return _map(batch, lambda t: _converted(t.detach().cpu(), self.dtype))
+        return map_tensors(batch, lambda t: _converted(t.detach().cpu(), self.dtype))
 
     def _loss(self, batch: Any, captured: bool) -> Tensor:
         args, kwargs, target = ((), batch, batch) if isinstance(batch, Mapping) else (batch[:-1], {}, batch[-1])
@@ -330,6 +342,15 @@ class _Trial:
             raise _not_finite([f"For unit {unit} alone: {wrong[0]}", *wrong[1:]])
         return gradients
 
+    def is_random(self, batch: Any, unit: int) -> bool:
+        """Whether ordinary autograd gives other gradients for the same unit in another pass."""
+        self.draws.alone(unit)
+        first = self.ordinary(batch, unit)
+        self.draws.alone(unit)
+        second = self.ordinary(batch, unit)
+        size = max(float(value.norm()) for value in first.values()) or 1.0
+        return any(_gap(second[name], value, size) > _TOLERANCES[self.dtype] for name, value in first.items())
+
     @contextmanager
     def _watch_outputs(self) -> Iterator[list[str]]:
         """Collects the names of modules whose output has NaN, in the order in which they end. Infinity may be a mask."""
@@ -342,7 +363,7 @@ class _Trial:
                         broken.append(name or type(module).__name__)
                     return tensor
 
-                _map(output, note)
+                map_tensors(output, note)
 
             return note_nan
 
@@ -359,7 +380,7 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype not in LOW_PRECISION else tensor
 
 
-def _copied(module: nn.Module) -> nn.Module:
+def copied_module(module: nn.Module) -> nn.Module:
     """A copy of a module. Functions that it keeps, such as `lambda h: h @ self.table.weight.T`, refer to the copy's parts."""
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(module, memo)
@@ -389,21 +410,21 @@ def _gap(found: Tensor | None, wanted: Tensor, size: float) -> float:
     return float((found.reshape(wanted.shape) - wanted).norm()) / size
 
 
-def _map(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _map(item, change) for key, item in value.items()}
+        return {key: map_tensors(item, change) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(item, change) for item in value))
+        return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(_map(item, change) for item in value)
+        return type(value)(map_tensors(item, change) for item in value)
     return value
 
 
 def _sizes(batch: Any) -> list[int]:
     sizes: list[int] = []
-    _map(batch, lambda t: (sizes.append(t.shape[0]) if t.dim() else None) or t)  # type: ignore[func-returns-value]
+    map_tensors(batch, lambda t: (sizes.append(t.shape[0]) if t.dim() else None) or t)  # type: ignore[func-returns-value]
     return sizes
 
 
@@ -413,7 +434,7 @@ def len_of(batch: Any) -> int:
     return sizes[-1] if sizes else 0
 
 
-def _count(batch: Any) -> int:
+def count_units(batch: Any) -> int:
     sizes = _sizes(batch)
     if len(set(sizes)) > 1:
         raise SparseDPError(
@@ -424,4 +445,4 @@ def _count(batch: Any) -> int:
 
 
 def _take(batch: Any, indices: list[int]) -> Any:
-    return _map(batch, lambda t: t[indices] if t.dim() else t)
+    return map_tensors(batch, lambda t: t[indices] if t.dim() else t)

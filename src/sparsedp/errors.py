@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import pickle
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -20,11 +21,94 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, pickle.UnpicklingError):  # torch would have its reader run what is in the file
         return "it holds other things than weights and plain values, which are not read: they could run code"
     text = " ".join(str(error).split())
+    if isinstance(error, SparseDPError) and error.refusal is not None:
+        text = " ".join(f"{error.message} {error.refusal.location}".split())
     return text if isinstance(error, (SparseDPError, OSError)) else f"{type(error).__name__}: {text}"
 
 
+# Words of reasons that say themselves why something is refused.
+_SAYING_THE_RISK = ("clipping bounds nothing", "void the guarantee", "without noise")
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """One thing that private training refuses: what, where in the code, and what to write there instead."""
+
+    error: str  # the name of the error's class
+    reason: str  # what is wrong, in sentences
+    risk: str = ""  # why it is refused, in one sentence
+    operation: str = ""
+    operands: tuple[str, ...] = ()  # their shapes; '*' is behind the size of the axis that has the units
+    module: str = ""  # the innermost part of the model that ran, by its name
+    file: str = ""  # of the user's or a package's code
+    line: int = 0
+    function: str = ""
+    source: str = ""  # the statement there
+    origin: str = ""  # the operation that combined the units before, or after which it is not known where they are
+    suggestion: tuple[str, ...] = ()  # lines of source with '-' or '+' before them, or sentences
+
+    @property
+    def location(self) -> str:
+        return f"({self.file}:{self.line})" if self.file else ""
+
+    def details(self) -> str:
+        """Everything but the reason, a line each."""
+        lines = []
+        if self.file:
+            lines.append(f'File "{self.file}", line {self.line}, in {self.function}')
+            lines += [f"  {line}" for line in self.source.splitlines()]
+        if self.operands:
+            legend = "   (* = axis of units)" if any("*" in operand for operand in self.operands) else ""
+            lines.append(f"{self.operation}: {', '.join(self.operands)}{legend}")
+        if self.origin:
+            lines.append(f"This goes back to operation {self.origin}.")
+        if self.risk and not any(words in self.reason for words in _SAYING_THE_RISK):
+            lines.append(f"Risk: {self.risk}")
+        if self.suggestion:
+            lines += ["Suggestion:", *(f"  {line}" for line in self.suggestion)]
+        return "\n".join(f"  {line}" for line in lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        """In plain values, for JSON."""
+        return {**asdict(self), "operands": list(self.operands), "suggestion": list(self.suggestion)}
+
+    def __str__(self) -> str:
+        details = self.details()
+        return f"{self.error}: {self.reason}" + (f"\n{details}" if details else "")
+
+
 class SparseDPError(Exception):
-    """Base of every error that SparseDP raises on purpose."""
+    """Base of every error that SparseDP raises on purpose. One that comes from a place in a model's code tells it."""
+
+    _refusal: Refusal | Callable[[], Refusal] | None = None
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """Where in a model's code it comes from, and what to write instead; None where that is not known."""
+        if self._refusal is not None and not isinstance(self._refusal, Refusal):
+            self._refusal = self._refusal()
+        return self._refusal
+
+    @property
+    def is_located(self) -> bool:
+        return self._refusal is not None
+
+    def locate(self, refusal: Refusal | Callable[[], Refusal]) -> None:
+        """Sets what `refusal` says; a function is called when somebody asks, as reading source takes a while."""
+        self._refusal = refusal
+
+    @property
+    def message(self) -> str:
+        """What it says, without the place."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        details = "" if self.refusal is None else self.refusal.details()
+        return f"{self.message}\n{details}" if details else self.message
+
+    def __reduce__(self) -> Any:
+        assert self.refusal is self._refusal  # which a function cannot be, in a pickle
+        return super().__reduce__()
 
 
 class UnsupportedError(SparseDPError):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from sparsedp._torch import BatchNormBase
-from sparsedp.errors import UnsupportedError
+from sparsedp.capture.refused import risk_of
+from sparsedp.errors import Refusal, UnsupportedError
 from sparsedp.fused import is_replaced
 from sparsedp.mechanisms import Mechanism
 from sparsedp.tables import find_tables
@@ -22,10 +27,46 @@ def refuse_module(module: nn.Module) -> None:
         raise UnsupportedError(
             f"{type(module).__name__} splits batches over processes. Pass the wrapped module itself."
         )
+    for refused in refused_parts(module):
+        raise refused.error
+
+
+class RefusedPart(NamedTuple):
+    """A part of a module that cannot be trained privately."""
+
+    name: str
+    error: UnsupportedError
+
+
+def refused_parts(module: nn.Module) -> Iterator[RefusedPart]:
+    """Every part of a module that is known to mix units or to hide its parameters from capture."""
     for name, part in module.named_modules():
         reason = _why_not(part)
         if reason is not None:
-            raise UnsupportedError(f"Module '{name}' ({type(part).__name__}): {reason}")
+            error = UnsupportedError(f"Module '{name}' ({type(part).__name__}): {reason}")
+            suggestion = _replacement(name, part)
+            error.locate(Refusal(type(error).__name__, str(error), risk_of(error), module=name, suggestion=suggestion))
+            yield RefusedPart(name, error)
+
+
+def _replacement(name: str, part: nn.Module) -> tuple[str, ...]:
+    """A layer as its class makes it, and what to make instead; nothing where that depends on what it is for."""
+    kind, last, text = type(part).__name__, name.rpartition(".")[2], str(part)
+    if type(part) in _RECURRENT:
+        old, new = f"nn.{text}", f"sparsedp.nn.{text}"
+    elif isinstance(part, BatchNormBase) and type(part) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+        features = part.num_features
+        most = 1 if kind == "BatchNorm1d" else max(1, min(32, features // 2))  # several numbers in each group
+        groups = max(count for count in range(1, most + 1) if features % count == 0)
+        old, new = f"nn.{kind}({features})", f"nn.GroupNorm({groups}, {features})"
+    elif type(part) in (nn.Embedding, nn.EmbeddingBag):
+        old, new = f"nn.{text}", "nn." + re.sub(r", (max_norm=[^,)]*|scale_grad_by_freq=True)", "", text)
+    else:
+        return ()
+    if old == new:
+        return ()
+    target = f"self.{last} = " if last.isidentifier() else ""
+    return f"- {target}{old}", f"+ {target}{new}"
 
 
 def _why_not(module: nn.Module) -> str | None:

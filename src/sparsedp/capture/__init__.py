@@ -9,9 +9,10 @@ from sparsedp.capture.module_state import named_tensors
 from sparsedp.capture.randomness import Draws, RepeatedDraws
 from sparsedp.capture.rows import RowSpace, TouchedRows
 from sparsedp.capture.terms import PublicTerm, join_digests
+from sparsedp.capture.tracing import TracedOperation, TracingCapture
 from sparsedp.capture.uses import ParameterUses, RowNorms, RowSparse
 
 __all__ = [
     "Capture", "Captured", "Draws", "ParameterUses", "PublicInputs", "PublicTerm", "RepeatedDraws", "Replaced", "RowNorms",
-    "RowSpace", "RowSparse", "TouchedRows", "is_own_hook", "join_digests", "named_tensors",
+    "RowSpace", "RowSparse", "TouchedRows", "TracedOperation", "TracingCapture", "is_own_hook", "join_digests", "named_tensors",
 ]  # fmt: skip

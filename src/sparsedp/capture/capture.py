@@ -54,8 +54,10 @@ from sparsedp.capture.ops.normalisation import BATCH_STATISTICS, takes_batch_sta
 from sparsedp.capture.ops.registry import AXIS_RULES, plain_name
 from sparsedp.capture.ops.shape import SHAPE_ONLY
 from sparsedp.capture.owned_rows import NUMBERED, index_by_numbered
+from sparsedp.capture.places import Origins
 from sparsedp.capture.precision import LOW_PRECISION, low_precision_refused, refuse_autocast, refuse_rounding
 from sparsedp.capture.randomness import COUNTING, TRAINING, WITHOUT_GRADIENT, Draws, draws_nothing, may_draw
+from sparsedp.capture.refused import Refusals
 from sparsedp.capture.results import Results
 from sparsedp.capture.row_uses import by_rows
 from sparsedp.capture.scripted import ScriptedFunctions
@@ -66,7 +68,7 @@ from sparsedp.capture.unit_memory import UnitMemory
 from sparsedp.capture.units import Mixed, UnitAxis, UnitData
 from sparsedp.capture.uses import Use
 from sparsedp.capture.writes import Writes
-from sparsedp.errors import UnsupportedError
+from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.noise import RandomKey
 
@@ -118,7 +120,9 @@ class Capture:
         self._memory = UnitMemory(self._known, self._state, self._pass)
         self._history = HiddenHistory(self._pass.where)
         self._tape = Tape(self._pass, current_batch, self._state)
-        self._results = Results(self._pass, self._known, self._memory, self._history, self._tape)
+        origins = Origins(self._known)
+        self._results = Results(self._pass, self._known, self._memory, self._history, self._tape, origins)
+        self._refusals = Refusals(self._pass, self._known, origins)
         self._writes = Writes(
             self._pass, self._known, self._state, self._memory, self._history, self._results, self._run_use
         )
@@ -145,6 +149,7 @@ class Capture:
         self.keep, self.refuse, self.where = self._tape.keep, self._pass.refuse, self._pass.where
         self.lose, self.whose_memory = self._memory.lose, self._state.whose_memory
         self.private_memory, self.forget_history = self._state.private_memory, self._history.clear
+        self.refused, self.locate = self._refusals.of_operation, self._refusals.locate
         self.require_unwritten, self.replacing = self._state.require_unwritten, self._state.replacing
 
     @property
@@ -180,9 +185,9 @@ class Capture:
         """Module `name` is about to run: the whole forward pass, or a part of it."""
         refuse_compilation()
         if module._backward_hooks or module._backward_pre_hooks:
-            refuse_backward_hooks(name, module)
+            self._require(refuse_backward_hooks, name, module)
         if self._pass.modules and torch.is_grad_enabled():
-            refuse_autocast()  # in which a part of forward() runs
+            self._require(refuse_autocast)  # in which a part of forward() runs
         if not self._pass.modules:
             self._begin(name, args, kwargs)
             self._mode.__enter__()  # type: ignore[no-untyped-call]
@@ -193,19 +198,29 @@ class Capture:
     def _begin(self, name: str, args: tuple, kwargs: dict) -> None:
         """A forward pass, in which module `name` is called first."""
         if torch.is_grad_enabled():
-            refuse_surroundings()
+            self._require(refuse_surroundings)
         self._begin_draws()
         self._memory.begin()
         self._state.begin()
         inputs = all_tensors((args, kwargs), objects=True)
         is_training = self._tape.forward_only is None
-        batch = batch_of(inputs, self._current_batch() if is_training else self._forward_only_batch)
+        expected = self._current_batch() if is_training else self._forward_only_batch
+        batch = batch_of(inputs, expected)
+        self._pass.announced = None if expected is None or batch is expected else expected.examples
         self._tape.begin(batch)
         if batch is not self._pass.batch and not isinstance(batch, UnannouncedBatch):
             self._marks.part_with_earlier_batches(inputs)
         self._pass.be_over(batch)
         self._tape.has_foreign_leaf = any(tensor.requires_grad and tensor.is_leaf for tensor in inputs)
-        self._marks.mark(self._module, name, args, kwargs, inputs)
+        self._require(self._marks.mark, self._module, name, args, kwargs, inputs)
+
+    def _require(self, check: Callable[..., None], *values: Any) -> None:
+        """`check` raises if something must not be trained on. Whoever wants to see all of it goes on from here."""
+        check(*values)
+
+    def refuse_function(self, error: SparseDPError, function: type, run: Callable[[], Any]) -> Any:
+        """A custom function was refused; `run` would run it unseen."""
+        raise self.locate(error, function.__name__)
 
     def _begin_draws(self) -> None:
         """Whatever a pass draws that may reach a gradient comes from the key; evaluation draws as the user has it."""
@@ -225,13 +240,13 @@ class Capture:
             if torch.is_grad_enabled():
                 self._watch_outputs(output)
             changed = self._state.changed(lambda tensor: self._known.get(tensor) is CONSTANT)
-            self._memory.end()
+            self._require(self._memory.end)
             self._state.storages = {}
-            self.require_history()
-            if changed is not None:
-                raise self._state.refuse_write(changed)
+            self._require(self.require_history)
+            for name in changed:
+                self._require(self._state.require_no_write, name)
             if self._generators_before is not None:
-                refuse_moved(self._generators_before, self._generators.places())
+                self._require(refuse_moved, self._generators_before, self._generators.places())
 
     def _leave(self) -> None:
         self._pass.modules.pop()

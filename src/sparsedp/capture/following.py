@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from sparsedp.capture.combining import combination_advice
 from sparsedp.capture.inputs import advice
 from sparsedp.capture.ops.elementwise import POINTWISE
 from sparsedp.capture.ops.indexing import is_advanced
@@ -20,6 +21,9 @@ from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call, plain_name
 from sparsedp.capture.owned_rows import follow_rows
 from sparsedp.capture.units import Info, Mixed, UnitAxis, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
+
+# Words of errors for operations that may mix units, or may not: it is not known.
+UNCERTAIN = ("joins several activations in a way that is not followed", "a tensor in which their position is not known")
 
 
 def follow(
@@ -77,15 +81,14 @@ def follow(
         if out.requires_grad and combined.operation not in _LINEAR_REDUCTIONS and units > 1:
             raise UnitsMixedError(
                 f"Operation '{name}'{where()} combines the units of the batch, so one unit's loss depends on the others and "
-                "clipping bounds nothing. Use per-unit statistics (LayerNorm instead of BatchNorm), and batch_first=True "
-                "where the batch comes first."
+                f"clipping bounds nothing. {combination_advice(combined.operation)}"
             )
         return combined
     if len(axes) > 1 and units > 1:
         raise UnitsMixedError(
-            f"Operation '{name}'{where()} compares every unit of the batch with every other one (in-batch negatives?), so "
-            "one unit's loss depends on the others and clipping bounds nothing. Draw negatives from a public distribution "
-            "instead."
+            f"Operation '{name}'{where()} compares every unit of the batch with every other one (in-batch negatives? attention "
+            "across the batch?), so one unit's loss depends on the others and clipping bounds nothing. Draw negatives from a "
+            "public distribution instead, and let each unit attend to itself alone."
         )
     return UnitData(axes.pop() if axes and not lost else None)
 
@@ -131,8 +134,7 @@ def _follow_mixed(call: Call, operands: list[tuple[Tensor, Info]], mixed: Mixed,
     if call.units > 1 and any(isinstance(info, UnitData) for _, info in operands):
         raise UnitsMixedError(
             f"Operation '{call.name}'{where()} combines each unit with '{mixed.operation}' over the whole batch, so one unit's "
-            "loss depends on the others and clipping bounds nothing. Use per-unit statistics (LayerNorm instead of "
-            "BatchNorm), or reduce over the batch only in the loss."
+            f"loss depends on the others and clipping bounds nothing. {combination_advice(mixed.operation)}"
         )
     alone = len(operands) == 1
     scaled = alone and (

@@ -54,10 +54,20 @@ class ForwardPass:
         self.modules: list[str] = []  # the names of the modules that run, the outermost first
         self.batch: HasUnits
         self.units: int  # how many places the unit axis has: one for each example
+        self.announced: int | None = None  # examples of the loop's batch, where the pass is over another one
         self.be_over(UnannouncedBatch(0))
 
     def be_over(self, batch: HasUnits) -> None:
         self.batch, self.units = batch, batch.examples
+
+    def counted(self) -> str:
+        """For messages: how many units there are, and what that number comes from if the loop's batch has another."""
+        if self.announced is None:
+            return f"{self.units} units"
+        return (
+            f"{self.units} rows that the module was called with, while the batch has {self.announced} units (call it with the "
+            "batch as it is, and flatten or repeat inside of forward()),"
+        )
 
     def where(self) -> str:
         """For messages: ' in module ...', the innermost one that has a name."""

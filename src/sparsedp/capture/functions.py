@@ -43,7 +43,7 @@ from sparsedp.capture.trials import (
     with_tensors,
 )
 from sparsedp.capture.units import Mixed, UnitAxis, UnitData
-from sparsedp.errors import UnitsMixedError, UnsupportedError
+from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.noise import RandomKey
 
@@ -78,7 +78,10 @@ class Functions:
                 return APPLY.__get__(None, form)(*values, **kwargs)
 
             if threading.get_ident() == thread and torch.is_grad_enabled() and self.capture.is_watching():
-                return self._apply(function, run, args)
+                try:
+                    return self._apply(function, run, args)
+                except SparseDPError as error:
+                    return self.capture.refuse_function(error, function, lambda: run(*args))
             return run(*args)
 
         self._outer.append(SingleLevelFunction.__dict__.get("apply"))

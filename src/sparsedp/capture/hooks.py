@@ -33,6 +33,9 @@ class Listener(Protocol):
     def run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """One torch operation of the forward pass."""
 
+    def refused(self, error: Exception, func: Callable, args: tuple, kwargs: dict) -> Exception:
+        """The error to raise for one that came up when an operation ran, with the line that it comes from."""
+
     def enter(self, name: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """Module `name` is about to run."""
 
@@ -49,11 +52,17 @@ class Mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         listener, kwargs = self.listener, kwargs or {}
-        if listener.before_read is None:
-            return listener.run(func, args, kwargs)
-        listener.before_read(func, args, kwargs)
-        with without_subclasses():  # the tables' own guards: they were asked already
-            return listener.run(func, args, kwargs)
+        try:
+            if listener.before_read is None:
+                return listener.run(func, args, kwargs)
+            listener.before_read(func, args, kwargs)
+            with without_subclasses():  # the tables' own guards: they were asked already
+                return listener.run(func, args, kwargs)
+        except Exception as error:
+            refused = listener.refused(error, func, args, kwargs)
+            if refused is error:
+                raise
+            raise refused from error
 
 
 def _inactive(*_: Any) -> None:

@@ -53,8 +53,8 @@ class ModuleState:
                     )
                 self.storages.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
 
-    def changed(self, is_constant: Callable[[Tensor], bool]) -> str | None:
-        """After a forward pass: a parameter or buffer that was changed in it. Raises if a counter counts what it should not.
+    def changed(self, is_constant: Callable[[Tensor], bool]) -> list[str]:
+        """After a forward pass: the parameters and buffers that were changed in it. Raises if a counter counts the wrong things.
 
         `is_constant` says whether a tensor was seen to be made of constants alone.
         """
@@ -67,7 +67,7 @@ class ModuleState:
                 changed = [name for name in changed if not self._is_recomputed(name, named[name], is_constant)]
             if self._counters:
                 self._require_same_increments(dict(tensors))
-        return changed[0] if changed else None
+        return changed
 
     def _is_recomputed(self, name: str, tensor: Tensor, is_constant: Callable[[Tensor], bool]) -> bool:
         """Whether a buffer that no state_dict holds was computed anew, with the values that it would have for any batch.
@@ -120,6 +120,10 @@ class ModuleState:
             f"'{name}' was changed during forward{self._where()}. What a buffer or a parameter keeps of private data reaches "
             "the state_dict without noise. Keep such state outside of the module, or freeze the layer with eval()."
         )
+
+    def require_no_write(self, name: str) -> None:
+        """Raises, as `name` was changed."""
+        raise self.refuse_write(name)
 
     def require_unwritten(self, tensors: list[tuple[str, Tensor]] | None = None) -> None:
         """Raises if a backward pass, or what came after it, changed a parameter or a buffer.

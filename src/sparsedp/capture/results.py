@@ -17,6 +17,7 @@ from sparsedp.capture.names import all_tensors, operands_of
 from sparsedp.capture.ops.lookups import OTHER_ORDER, moved_ids, public_ids
 from sparsedp.capture.ops.shape import SHAPE_ONLY
 from sparsedp.capture.owned_rows import rows_made
+from sparsedp.capture.places import Origins
 from sparsedp.capture.tape import Tape
 from sparsedp.capture.tensors import CONSTANT, DRAWN, SHARED, Derived, KnownTensors
 from sparsedp.capture.unit_memory import UnitMemory
@@ -28,10 +29,16 @@ class Results:
     """Runs operations that use no parameter, or nothing but parameters, and notes what is known of their results."""
 
     def __init__(
-        self, current: ForwardPass, known: KnownTensors, memory: UnitMemory, history: HiddenHistory, tape: Tape
+        self,
+        current: ForwardPass,
+        known: KnownTensors,
+        memory: UnitMemory,
+        history: HiddenHistory,
+        tape: Tape,
+        origins: Origins,
     ) -> None:
         self._current, self._known, self._memory = current, known, memory
-        self._history, self._tape = history, tape
+        self._history, self._tape, self.origins = history, tape, origins
 
     def note_constants(self, out: Any, drawn: bool) -> None:
         """The result of an operation on constants."""
@@ -71,8 +78,10 @@ class Results:
         for number, tensor in enumerate(outputs):
             info = made[number] if made is not None else self.follow(name, args, kwargs, data, tensor)
             known[tensor] = info
-            if info == UnitData(None):
-                self._tape.refuse_in_loss(tensor)
+            if not isinstance(info, UnitData) or info.axis is None:
+                self.origins.note(tensor, name, data)
+                if info == UnitData(None):
+                    self._tape.refuse_in_loss(tensor, origin=self.origins.of(tensor))
         if not torch.is_grad_enabled():
             for tensor in outputs:
                 self._history.add(tensor)

@@ -19,8 +19,11 @@ from sparsedp.capture.captured import Captured, Kept
 from sparsedp.capture.expressions import Expression, Placed
 from sparsedp.capture.forward_pass import ForwardPass, HasUnits
 from sparsedp.capture.functions import APPLY
+from sparsedp.capture.marked_shapes import marked_shape
 from sparsedp.capture.module_state import ModuleState
+from sparsedp.capture.places import Origin, place_in_code
 from sparsedp.capture.precision import refuse_rounding
+from sparsedp.capture.refused import located_refusal
 from sparsedp.capture.terms import PublicTerm
 from sparsedp.capture.uses import Use
 from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
@@ -72,6 +75,20 @@ class _Source(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor | None, None, None]:
         ctx.receive(grads)
         return None, grads[0] if ctx.goes_on else None, None, None
+
+
+def mixing_loss(shape: tuple[int, ...], units: str, is_unseen: bool, origin: Origin | None) -> SparseDPError:
+    """The error for a loss that depends on a tensor of this shape, in which units may be mixed."""
+    why = "was made where capture does not see it" if is_unseen else "has them in a place that is not known"
+    since = "" if origin is None else f", since operation '{origin.operation}'"
+    error = UnitsMixedError(
+        f"The loss depends on a tensor of shape {shape}, made in forward(), that may mix the {units} of the batch: "
+        f"it {why}{since}. A mean over what a mask picks from all units, say, divides by everybody's number. Keep the batch on "
+        "an axis of its own, and let the loss be a mean or sum over units of something that each unit decides alone."
+    )
+    if origin is None or origin.place is None:
+        return error
+    return located_refusal(error, origin.operation, marked_shape(shape), origin.place)
 
 
 class Tape:
@@ -151,7 +168,7 @@ class Tape:
         further."""
         # A copy: the tensor may be changed in place afterwards.
         copied = Expression(expression.tensor.clone(), expression.parameters)
-        term, reference = PublicTerm(copied, sign, self._current.batch, operation), self._weak
+        term, reference = PublicTerm(copied, sign, self._current.batch, operation, place=place_in_code()), self._weak
 
         def receive(grads: Sequence[Tensor | None]) -> None:
             tape, grad = reference(), grads[0]
@@ -176,26 +193,21 @@ class Tape:
 
         return receive
 
-    def refuse_in_loss(self, tensor: Tensor, is_unseen: bool = False) -> None:
-        """Units may be mixed in `tensor`, as it is not known where they are: no loss may depend on it."""
+    def refuse_in_loss(self, tensor: Tensor, is_unseen: bool = False, origin: Origin | None = None) -> None:
+        """Units may be mixed in `tensor`, as it is not known where they are since `origin`: no loss may depend on it."""
         with without_functions():
             node: Any = tensor.grad_fn if tensor.requires_grad and self._current.units > 1 else None
         if node is not None:
-            node.register_prehook(self._refuser(tuple(tensor.shape), is_unseen))
+            node.register_prehook(self._refuser(tuple(tensor.shape), is_unseen, origin))
 
-    def _refuser(self, shape: tuple[int, ...], is_unseen: bool) -> Callable[[Any], None]:
+    def _refuser(self, shape: tuple[int, ...], is_unseen: bool, origin: Origin | None) -> Callable[[Any], None]:
         """Raises in a backward pass over the whole graph, not where torch.autograd.grad asks for some inputs' gradients."""
-        anchor, units = self._anchor_node, self._current.units
+        anchor, units = self._anchor_node, self._current.counted()
 
         def refuse(grads: Any) -> None:
             if not will_run(anchor):
                 return
-            why = "was made where capture does not see it" if is_unseen else "has them in a place that is not known"
-            raise UnitsMixedError(
-                f"The loss depends on a tensor of shape {shape}, made in forward(), that may mix the {units} units of the batch: "
-                f"it {why}. A mean over what a mask picks from all units, say, divides by everybody's number. Keep the batch on "
-                "an axis of its own, and let the loss be a mean or sum over units of something that each unit decides alone."
-            )
+            raise mixing_loss(shape, units, is_unseen, origin)
 
         return refuse
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsedp._torch import is_functorch_tensor, without_subclasses
+from sparsedp.capture.combining import combined_by
 from sparsedp.capture.expressions import Expression, TableRows
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.inputs import advice
@@ -143,12 +144,13 @@ class KnownTensors:
             )
         if isinstance(info, Mixed):
             raise current.refuse(
-                operation, names, f"its input was reduced over the units of the batch by '{info.operation}'",
-                "compute losses and statistics of a batch outside of the module, after the last parameter",
+                operation, names, f"its input was {combined_by(info.operation)}",
+                "keep each unit in its place, and compute losses and statistics of a batch outside of the module, after the last "
+                "parameter",
             )  # fmt: skip
         raise current.refuse(
             operation, names,
-            f"the position of the {current.units} units in its input of shape {tuple(tensor.shape)} is not known",
+            f"the position of the {current.counted()} in its input of shape {tuple(tensor.shape)} is not known",
             "keep the batch on an axis of its own, first if possible, and index it only as a whole",
         )  # fmt: skip
 

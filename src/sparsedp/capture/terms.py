@@ -19,6 +19,8 @@ from torch import Tensor
 
 from sparsedp.capture.expressions import Expression
 from sparsedp.capture.forward_pass import HasUnits
+from sparsedp.capture.places import Place
+from sparsedp.capture.refused import located_refusal
 from sparsedp.capture.units import Mixed
 from sparsedp.errors import SparseDPError, UnsupportedError
 
@@ -37,17 +39,19 @@ class PublicTerm:
     batch: HasUnits
     operation: str
     factor: Tensor | None = None  # the gradient that arrived: what the loss multiplies it by
+    place: Place | None = None  # in the model's code
 
     def require_plain(self) -> None:
         """Raises if the loss has the term with another factor than 1: units might decide it."""
         if self.factor is None or not bool((self.factor == 1).all()):
-            raise SparseDPError(
+            error = SparseDPError(
                 f"The term of the loss that depends on parameter {self.expression.names} alone, and is joined to it by "
                 f"'{self.operation}', does not reach the loss with the factor 1. Its gradient is not clipped, so nothing that a "
                 "unit decides may have a part in its factor. Write the factor into the term itself, "
                 "loss = errors.mean() + 0.01 * penalty, let nothing scale the loss after that, and call backward() once. "
                 "Nothing was written."
             )
+            raise error if self.place is None else located_refusal(error, self.operation, "", self.place)
 
     def gradients(self) -> dict[str, Tensor]:
         """Of each parameter that it depends on, by ordinary autograd."""

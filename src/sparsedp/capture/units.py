@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+VALID_POSITIONS = "a mean over valid positions"  # what a loss with ignored targets, or with weights, makes of the units
+
 
 class UnitAxis(NamedTuple):
     """Units lie along dimension `dim`: index i of it belongs to unit (i // inner) mod units."""

@@ -66,6 +66,8 @@ class Writes:
         out = func(*args, **kwargs)
         if data:
             after = self._known[target] = self._after(name, args, kwargs, target, before, data)
+            if not _is_placed(after):
+                self._results.origins.note(target, name, data)
             if after != before or (not _is_placed(after) and not _writes_constants(name, target, data)):
                 self._memory.lose_aliases(target)
             if not torch.is_grad_enabled():

@@ -35,7 +35,7 @@ def _pointwise_names() -> set[str]:
     return names | {
         "lt", "le", "gt", "ge", "eq", "ne", "neg", "pos", "abs", "invert", "bool", "float", "double", "half", "long", "int",
         "type", "to", "cpu", "clone", "detach", "contiguous", "requires_grad", "dropout", "alpha_dropout", "feature_dropout",
-        "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "softsign", "logsigmoid", "tanhshrink", "hardswish",
+        "feature_alpha_dropout", "dropout1d", "dropout2d", "dropout3d", "softsign", "log_sigmoid", "tanhshrink", "hardswish",
         "rrelu", "multiply", "subtract", "divide", "floor_divide", "negative", "absolute", "fix", "masked_fill", "nan_to_num",
         "zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "full_like", "bernoulli", "copysign", "greater",
         "less", "greater_equal", "less_equal", "not_equal", "type_as", "copy", "zero", "fill", "randint_like", "uniform",

@@ -12,7 +12,7 @@ from sparsedp.capture.ops.registry import VALUES_IN_PLACE, Call, axis_rule
 from sparsedp.capture.units import Mixed, UnitAxis
 
 # Position of the dimension among the arguments, and its default: "all" reduces everything.
-_REDUCTIONS: dict[str, tuple[int, Any]] = {
+REDUCTIONS: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(
         ("sum", "mean", "std", "var", "amax", "amin", "prod", "logsumexp", "any", "all", "nanmean", "nansum", "std_mean",
          "var_mean", "argmax", "argmin", "count_nonzero", "max", "min", "median", "nanmedian", "aminmax"), (1, "all"),
@@ -22,7 +22,7 @@ _REDUCTIONS: dict[str, tuple[int, Any]] = {
     "mode": (1, -1),
 }  # fmt: skip
 
-_ALONG: dict[str, tuple[int, Any]] = {
+ALONG: dict[str, tuple[int, Any]] = {
     **dict.fromkeys(
         ("softmax", "log_softmax", "softmin", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"), (1, None)
     ),
@@ -33,11 +33,11 @@ _ALONG: dict[str, tuple[int, Any]] = {
     "diff": (2, -1),
 }
 
-_ALONG |= dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"), (2, -1))
+ALONG |= dict.fromkeys(("fft_fft", "fft_ifft", "fft_rfft", "fft_irfft", "fft_hfft", "fft_ihfft"), (2, -1))
 
-_ALONG |= dict.fromkeys(("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2"), (2, (-2, -1)))
+ALONG |= dict.fromkeys(("fft_fft2", "fft_ifft2", "fft_rfft2", "fft_irfft2"), (2, (-2, -1)))
 
-_ALONG |= dict.fromkeys(("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn"), (2, "all"))
+ALONG |= dict.fromkeys(("fft_fftn", "fft_ifftn", "fft_rfftn", "fft_irfftn"), (2, "all"))
 
 _SHUFFLING: dict[str, tuple[int, Any]] = {
     "flip": (1, None),
@@ -64,11 +64,11 @@ def _dims(call: Call, position: int, default: Any, ndim: int) -> set[int] | None
     return None
 
 
-@axis_rule(*_REDUCTIONS, joint=True)
+@axis_rule(*REDUCTIONS, joint=True)
 def _reduction(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
     if call.name in ("max", "min") and isinstance(call.argument(1, "other"), Tensor):
         return aligned(call, source, axis)
-    dims = _dims(call, *_REDUCTIONS[call.name], source.ndim)
+    dims = _dims(call, *REDUCTIONS[call.name], source.ndim)
     if dims is None:
         return None
     if axis.dim in dims:
@@ -78,9 +78,9 @@ def _reduction(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed |
     return axis if call.out.ndim == source.ndim else axis.shifted(-sum(1 for d in dims if d < axis.dim))
 
 
-@axis_rule(*_ALONG)
+@axis_rule(*ALONG)
 def _along(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
-    dims = _dims(call, *_ALONG[call.name], source.ndim)
+    dims = _dims(call, *ALONG[call.name], source.ndim)
     if dims is None:
         return None
     return Mixed(call.name) if axis.dim in dims else axis
