@@ -4,6 +4,7 @@ from sparsedp.capture.capture import Capture
 from sparsedp.capture.captured import Captured
 from sparsedp.capture.hooks import is_own_hook
 from sparsedp.capture.inputs import PublicInputs
+from sparsedp.capture.jagged import jagged_inputs
 from sparsedp.capture.laws import Replaced
 from sparsedp.capture.module_state import named_tensors
 from sparsedp.capture.randomness import Draws, RepeatedDraws
@@ -13,5 +14,5 @@ from sparsedp.capture.uses import ParameterUses, RowNorms, RowSparse
 
 __all__ = [
     "Capture", "Captured", "Draws", "ParameterUses", "PublicInputs", "PublicTerm", "RepeatedDraws", "Replaced", "RowNorms",
-    "RowSpace", "RowSparse", "TouchedRows", "is_own_hook", "join_digests", "named_tensors",
+    "RowSpace", "RowSparse", "TouchedRows", "is_own_hook", "jagged_inputs", "join_digests", "named_tensors",
 ]  # fmt: skip

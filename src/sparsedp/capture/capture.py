@@ -135,6 +135,7 @@ class Capture:
         self.expression, self.is_data, self.info = self._known.expression, self._known.is_data, self._known.info
         self.axis, self.known_axis, self.place = self._known.axis, self._known.known_axis, self._known.place
         self.is_end_to_end = self._known.is_end_to_end
+        self.owners, self.place_rows = self._known.owners, self._known.place_rows
         self.keep, self.refuse, self.where = self._tape.keep, self._pass.refuse, self._pass.where
         self.lose, self.whose_memory = self._memory.lose, self._state.whose_memory
         self.private_memory, self.forget_history = self._state.private_memory, self._history.clear

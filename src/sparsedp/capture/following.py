@@ -13,11 +13,11 @@ from torch import Tensor
 
 from sparsedp.capture.inputs import advice
 from sparsedp.capture.ops.elementwise import POINTWISE
-from sparsedp.capture.ops.indexing import is_advanced
 from sparsedp.capture.ops.lookups import is_bag_of_each
 from sparsedp.capture.ops.losses import LOSSES, place_in_loss
+from sparsedp.capture.ops.ragged import follow_ragged, picked_by_mask
 from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call, plain_name
-from sparsedp.capture.units import Info, Mixed, UnitAxis, UnitData, WholeBatch
+from sparsedp.capture.units import Info, Mixed, Ragged, UnitAxis, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
 
 
@@ -34,6 +34,8 @@ def follow(
     call = Call(plain_name(name), args, kwargs, out, units, len(operands))
     if len(operands) == 1 and (simple := _follow_alone(call, *operands[0])) is not None:
         return simple
+    if any(isinstance(info, Ragged) for _, info in operands) and (ragged := follow_ragged(call, operands)) is not None:
+        return ragged
     mixes = [info for _, info in operands if isinstance(info, Mixed)]
     if mixes:
         of_whole_batch = [info for info in mixes if isinstance(info, WholeBatch)]
@@ -83,7 +85,10 @@ def follow(
             "one unit's loss depends on the others and clipping bounds nothing. Draw negatives from a public distribution "
             "instead."
         )
-    return UnitData(axes.pop() if axes and not lost else None)
+    if axes and not lost:
+        return UnitData(axes.pop())
+    owners = picked_by_mask(call, operands) if call.name == "getitem" else None
+    return UnitData(None) if owners is None else Ragged(None, owners)
 
 
 def _follow_alone(call: Call, tensor: Tensor, info: Info) -> UnitData | None:
@@ -144,8 +149,8 @@ def _follow_mixed(call: Call, operands: list[tuple[Tensor, Info]], mixed: Mixed,
 
 
 # What leaves the values of bags, which lie end to end, in their order.
-_IN_ORDER = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "getitem", "narrow", "split", "chunk", "tensor_split",
-             "split_with_sizes", "unbind", "select"}  # fmt: skip
+_IN_ORDER = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "narrow", "split", "chunk", "tensor_split",
+             "split_with_sizes"}  # fmt: skip
 
 
 def _keeps_order(call: Call, operands: list[tuple[Tensor, Info]]) -> bool:
@@ -154,8 +159,8 @@ def _keeps_order(call: Call, operands: list[tuple[Tensor, Info]]) -> bool:
         return False
     if call.name in POINTWISE:
         return all(tensor.shape == call.out.shape for tensor, _ in operands)
-    index = call.args[1] if call.name == "getitem" else ()
-    return call.name in _IN_ORDER and not any(map(is_advanced, index if isinstance(index, tuple) else (index,)))
+    # A part of them would begin elsewhere than the bags do that offsets tell.
+    return call.name in _IN_ORDER and all(tensor.numel() == call.out.numel() for tensor, _ in operands)
 
 
 def _first(args: tuple, kwargs: dict) -> Any:

@@ -18,7 +18,7 @@ from sparsedp._torch import is_functorch_tensor, without_subclasses
 from sparsedp.capture.expressions import Expression
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.inputs import advice
-from sparsedp.capture.units import Mixed, UnitAxis, UnitData, WholeBatch
+from sparsedp.capture.units import Mixed, Ragged, UnitAxis, UnitData, WholeBatch
 from sparsedp.errors import UnsupportedError
 
 
@@ -107,9 +107,19 @@ class KnownTensors:
         return isinstance(tensor, Tensor) and isinstance(self.get(tensor), (UnitData, Mixed))
 
     def is_end_to_end(self, tensor: Tensor) -> bool:
-        """Whether its values lie end to end, as those of bags with offsets do, or in an order that is not known."""
+        """Whether it is an input whose values lie end to end, as those of bags with offsets do."""
         info = self.get(tensor)
-        return info.in_order if isinstance(info, WholeBatch) else info == UnitData(None)
+        return isinstance(info, WholeBatch) and info.in_order
+
+    def owners(self, tensor: Any) -> Tensor | None:
+        """The unit of each row, (N,), of a tensor that has rows of unequal numbers of each; None for any other."""
+        info = self.get(tensor) if isinstance(tensor, Tensor) else None
+        return info.owners if isinstance(info, Ragged) else None
+
+    def place_rows(self, out: Tensor, owners: Tensor) -> Tensor:
+        """Notes whose each row is in a tensor that a rule made, and returns it."""
+        self[out] = Ragged(None, owners)
+        return out
 
     def known_axis(self, tensor: Tensor) -> UnitAxis | None:
         """The unit axis of a tensor; None where it has none, or it is not known."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -35,6 +36,26 @@ class UnitData:
     """A tensor that depends on the batch. `axis` is None where the position of the units is not known."""
 
     axis: UnitAxis | None
+
+
+@dataclass(frozen=True, eq=False)
+class Ragged(UnitData):
+    """Rows of the units end to end, some with more of them than others: index n of dimension 0 belongs to unit owners[n].
+
+    It has no `axis`, so that whatever does not look for `owners` takes the place of the units for unknown.
+    """
+
+    owners: Tensor  # (N,), int64
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def are_rows_of(self, other: Ragged) -> bool:
+        """Whether both have the same units' rows in the same places."""
+        return self.owners is other.owners or torch.equal(self.owners, other.owners)
 
 
 @dataclass(frozen=True)

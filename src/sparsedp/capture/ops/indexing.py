@@ -247,7 +247,11 @@ def _getitem(capture: CaptureForRules, name: str, func: Callable, args: tuple, k
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         raise NotThisForm
     row_ids = wrapped(ids, table.tensor.shape[0])
-    capture.place(row_ids, capture.axis(ids, name, table.names))
+    owners = capture.owners(ids)
+    if owners is None:
+        capture.place(row_ids, capture.axis(ids, name, table.names))
+    else:
+        capture.place_rows(row_ids, owners)
     out = torch.embedding(table.tensor.detach(), row_ids)
     return record_lookup(capture, name, table, first, row_ids, out, None)
 

@@ -108,6 +108,9 @@ def record_lookup(
     capture: CaptureForRules, name: str, table: Expression, first: int, ids: Tensor, out: Tensor, skip: int | None
 ) -> Tensor:
     units = capture.units
+    owners = capture.owners(ids)
+    if owners is not None:
+        return _record_rows(capture, name, table, first, ids, owners, out, skip)
     axis = capture.axis(ids, name, table.names)
     kept_ids = capture.keep(ids, name, table.names)
 
@@ -124,6 +127,31 @@ def record_lookup(
         return [(table.parameters[0][0], Lookup(kept, whose, values, one_each=per_unit == 1))]
 
     return capture.record(out, finish, axis)
+
+
+def _record_rows(
+    capture: CaptureForRules,
+    name: str,
+    table: Expression,
+    first: int,
+    ids: Tensor,
+    owners: Tensor,
+    out: Tensor,
+    skip: int | None,
+) -> Tensor:
+    """Rows by ids of unequal numbers of each unit, id n of unit owners[n]: ids (N, ...), out (N, ..., dim)."""
+    kept_ids = capture.keep(ids, name, table.names)
+
+    def finish(grad: Tensor) -> Placed:
+        rows = kept_ids.get()
+        whose = owners.view(-1, *(1,) * (rows.ndim - 1)).expand(rows.shape).reshape(-1)
+        rows = rows.reshape(-1).long()
+        kept = rows + first
+        if skip is not None:
+            kept = kept.masked_fill(rows == skip, -1)
+        return [(table.parameters[0][0], Lookup(kept, whose, grad.reshape(rows.numel(), grad.shape[-1])))]
+
+    return capture.place_rows(capture.record(out, finish, None), owners)
 
 
 @axis_rule("embedding", "one_hot", joint=True)
@@ -175,7 +203,9 @@ def _embedding_bag(capture: CaptureForRules, name: str, func: Callable, args: tu
         raise capture.refuse(name, table.names, "per_sample_weights is a parameter", "look rows up with nn.Embedding")
     for given in (ids, weights):
         # With offsets, values lie end to end, as the batch has them. Other values are checked against the bags below.
-        if given is None or not capture.is_data(given) or (offsets is not None and capture.is_end_to_end(given)):
+        if given is None or not capture.is_data(given):
+            continue
+        if offsets is not None and (capture.is_end_to_end(given) or capture.owners(given) is not None):
             continue
         place = capture.axis(given, name, table.names)
         if place.dim != 0 or given.shape[0] != capture.units * place.inner or (offsets is None and place.inner > 1):
@@ -202,10 +232,13 @@ def _embedding_bag(capture: CaptureForRules, name: str, func: Callable, args: tu
             name, table.names, f"{ids.numel() - bag_of.numel()} ids lie behind the last offset", instead
         )
     for given in (ids, weights):
-        if given is None or offsets is None or capture.known_axis(given) is None:
+        owners = capture.owners(given)
+        if given is None or offsets is None or (owners is None and capture.known_axis(given) is None):
             continue
-        per_unit = given.numel() // units if units else 1
-        if not torch.equal(bag_of, torch.arange(given.numel(), device=ids.device) // per_unit):
+        if owners is None:
+            per_unit = given.numel() // units if units else 1
+            owners = torch.arange(given.numel(), device=ids.device) // per_unit
+        if not torch.equal(bag_of, owners):
             raise capture.refuse(
                 name, table.names, "its offsets put ids or weights of one unit into the bag of another",
                 "let the bag of each unit hold what is its own",

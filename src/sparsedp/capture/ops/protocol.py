@@ -40,7 +40,13 @@ class CaptureForRules(Protocol):
         """The unit axis of a tensor; None where it has none, or it is not known."""
 
     def is_end_to_end(self, tensor: Tensor) -> bool:
-        """Whether its values lie end to end, as those of bags with offsets do, or in an order that is not known."""
+        """Whether it is an input whose values lie end to end, as those of bags with offsets do."""
+
+    def owners(self, tensor: Any) -> Tensor | None:
+        """The unit of each row, (N,), of a tensor that has rows of unequal numbers of each; None for any other."""
+
+    def place_rows(self, out: Tensor, owners: Tensor) -> Tensor:
+        """Notes whose each row is in a tensor that a rule made, and returns it."""
 
     def keep(self, tensor: Tensor, operation: str, names: str) -> KeptTensor:
         """For what a rule needs after backward: before it calls `record`."""
