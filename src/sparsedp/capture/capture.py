@@ -135,7 +135,8 @@ class Capture:
         self.expression, self.is_data, self.info = self._known.expression, self._known.is_data, self._known.info
         self.axis, self.known_axis, self.place = self._known.axis, self._known.known_axis, self._known.place
         self.is_end_to_end = self._known.is_end_to_end
-        self.owners, self.place_rows = self._known.owners, self._known.place_rows
+        self.ragged, self.place_rows = self._known.ragged, self._known.place_rows
+        self.place_parts = self._known.place_parts
         self.keep, self.refuse, self.where = self._tape.keep, self._pass.refuse, self._pass.where
         self.lose, self.whose_memory = self._memory.lose, self._state.whose_memory
         self.private_memory, self.forget_history = self._state.private_memory, self._history.clear
@@ -191,7 +192,8 @@ class Capture:
         self._state.begin()
         inputs = all_tensors((args, kwargs), objects=True)
         is_training = self._tape.forward_only is None
-        batch = batch_of(inputs, self._current_batch() if is_training else self._forward_only_batch)
+        expected = self._current_batch() if is_training else self._forward_only_batch
+        batch = batch_of(inputs, expected, (args, kwargs))
         self._tape.begin(batch)
         if batch is not self._pass.batch and not isinstance(batch, UnannouncedBatch):
             self._marks.part_with_earlier_batches(inputs)
@@ -415,6 +417,11 @@ class Capture:
             raise self.refuse(
                 name, expressions[0].names, "which rows it takes depends on the whole batch", "take a fixed part"
             )
+        if name != "embedding" and any(tensor.is_nested for tensor in operands_of(args, kwargs)):
+            raise self.refuse(
+                name, expressions[0].names, "it takes a nested tensor",
+                "use x.values(), whose rows are followed, or x.to_padded_tensor(0) and mask what is padded",
+            )  # fmt: skip
         self._tape.use, before = (name, expressions), self._tape.records
         out = run_use(self, name, func, args, kwargs, expressions)
         if self._tape.records == before:

@@ -15,7 +15,7 @@ from sparsedp.capture.inputs import advice
 from sparsedp.capture.ops.elementwise import POINTWISE
 from sparsedp.capture.ops.lookups import is_bag_of_each
 from sparsedp.capture.ops.losses import LOSSES, place_in_loss
-from sparsedp.capture.ops.ragged import follow_ragged, picked_by_mask
+from sparsedp.capture.ops.ragged import follow_nested, follow_ragged, picked_by_mask
 from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call, plain_name
 from sparsedp.capture.units import Info, Mixed, Ragged, UnitAxis, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
@@ -32,6 +32,8 @@ def follow(
 ) -> Info:
     """What is known of `out`, the result of an operation on `operands`; raises if it mixes units for certain."""
     call = Call(plain_name(name), args, kwargs, out, units, len(operands))
+    if any(tensor.is_nested for tensor, _ in operands):
+        return follow_nested(call, operands)
     if len(operands) == 1 and (simple := _follow_alone(call, *operands[0])) is not None:
         return simple
     if any(isinstance(info, Ragged) for _, info in operands) and (ragged := follow_ragged(call, operands)) is not None:
@@ -87,8 +89,7 @@ def follow(
         )
     if axes and not lost:
         return UnitData(axes.pop())
-    owners = picked_by_mask(call, operands) if call.name == "getitem" else None
-    return UnitData(None) if owners is None else Ragged(None, owners)
+    return (picked_by_mask(call, operands) if call.name == "getitem" else None) or UnitData(None)
 
 
 def _follow_alone(call: Call, tensor: Tensor, info: Info) -> UnitData | None:

@@ -33,10 +33,15 @@ class JaggedInput:
         """The unit of each row, (N,)."""
         return self.places % max(self.units, 1)
 
+    @property
+    def features(self) -> Tensor:
+        """The feature of each row, (N,)."""
+        return self.places // max(self.units, 1)
+
     def of_unit(self, unit: int) -> tuple:
         """All that a unit has, in a form that can be compared: its rows, and the feature of each."""
         its = self.owners == unit
-        return (self.places[its] // self.units).tolist(), *(tensor.detach()[its].tolist() for tensor in self.rows)
+        return self.features[its].tolist(), *(tensor.detach()[its].tolist() for tensor in self.rows)
 
 
 def jagged_inputs(value: Any, units: int) -> Iterator[JaggedInput]:

@@ -45,6 +45,8 @@ class InputMarks:
                 continue  # the module's own: one of its parts was called with it
             known[tensor] = UnitData(UnitAxis(0)) if fits else SHARED
             fresh.add(id(tensor))
+            if tensor.is_nested:
+                known.place_parts(tensor)
             apart = apart and fits
         are_tensors = _are_all_tensors(args, kwargs)
         if self._public is not None:
@@ -59,7 +61,7 @@ class InputMarks:
     def _mark_rows(self, jagged: JaggedInput, fresh: set[int]) -> None:
         """Save of what is declared public, and of what is known from a pass before."""
         known = self._known
-        of_rows = Ragged(None, jagged.owners)
+        of_rows = Ragged(None, jagged.owners, jagged.features)
         for tensor in jagged.rows:
             if id(tensor) in fresh and known.get(tensor) is not None:
                 known[tensor] = of_rows
@@ -98,10 +100,15 @@ class InputMarks:
                     known[tensor] = WholeBatch(named.path)
 
 
-def batch_of(inputs: list[Tensor], expected: HasUnits | None) -> HasUnits:
-    """The batch that inputs are of: the `expected` one, if they may be, or else one with as many units as the first has."""
+def batch_of(inputs: list[Tensor], expected: HasUnits | None, arguments: Any) -> HasUnits:
+    """The batch that inputs are of: the `expected` one, if they may be, or else one with as many units as the first has.
+
+    `arguments` are those that the inputs are in: flat values of jagged tensors tell nothing by their size.
+    """
     sizes = [tensor.shape[0] for tensor in inputs if tensor.ndim > 0]
-    if expected is not None and (expected.examples in sizes or len(set(sizes)) != 1):
+    if expected is not None and (
+        expected.examples in sizes or len(set(sizes)) != 1 or any(jagged_inputs(arguments, expected.examples))
+    ):
         return expected
     if not sizes:
         raise UnsupportedError(

@@ -67,6 +67,8 @@ class Results:
             name = f"torch.{name}"  # for which there is no rule
         for tensor in outputs:
             info = known[tensor] = self.follow(name, args, kwargs, data, tensor)
+            if tensor.is_nested:
+                known.place_parts(tensor)
             if isinstance(info, UnitData) and info.axis is None and not isinstance(info, Ragged):
                 self._tape.refuse_in_loss(tensor)
         if not torch.is_grad_enabled():

@@ -18,6 +18,7 @@ from sparsedp._torch import is_functorch_tensor, without_subclasses
 from sparsedp.capture.expressions import Expression
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.inputs import advice
+from sparsedp.capture.ops.ragged import parts_of_nested
 from sparsedp.capture.units import Mixed, Ragged, UnitAxis, UnitData, WholeBatch
 from sparsedp.errors import UnsupportedError
 
@@ -85,6 +86,11 @@ class KnownTensors:
         self[out] = UnitData(axis)
         return out
 
+    def place_parts(self, tensor: Tensor) -> None:
+        """Notes what is known of the parts of a nested tensor, which it hands out unseen."""
+        for part, info in parts_of_nested(tensor, self[tensor]):
+            self[part] = info
+
     def expression(self, tensor: Any) -> Expression | None:
         """What is known of a tensor that depends on private parameters alone; None for any other."""
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
@@ -111,14 +117,14 @@ class KnownTensors:
         info = self.get(tensor)
         return isinstance(info, WholeBatch) and info.in_order
 
-    def owners(self, tensor: Any) -> Tensor | None:
-        """The unit of each row, (N,), of a tensor that has rows of unequal numbers of each; None for any other."""
+    def ragged(self, tensor: Any) -> Ragged | None:
+        """Whose each row is in a tensor that has unequal numbers of each unit's; None for any other."""
         info = self.get(tensor) if isinstance(tensor, Tensor) else None
-        return info.owners if isinstance(info, Ragged) else None
+        return info if isinstance(info, Ragged) else None
 
-    def place_rows(self, out: Tensor, owners: Tensor) -> Tensor:
+    def place_rows(self, out: Tensor, rows: Ragged) -> Tensor:
         """Notes whose each row is in a tensor that a rule made, and returns it."""
-        self[out] = Ragged(None, owners)
+        self[out] = rows
         return out
 
     def known_axis(self, tensor: Tensor) -> UnitAxis | None:

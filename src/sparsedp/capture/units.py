@@ -42,10 +42,13 @@ class UnitData:
 class Ragged(UnitData):
     """Rows of the units end to end, some with more of them than others: index n of dimension 0 belongs to unit owners[n].
 
-    It has no `axis`, so that whatever does not look for `owners` takes the place of the units for unknown.
+    It has no `axis`, so that whatever does not look for `owners` takes the place of the units for unknown. Rows may come in
+    segments, such as features, each with rows of all units. A part of whole segments has the same of every unit; any other
+    would leave out rows of the unit that happens to be first or last.
     """
 
     owners: Tensor  # (N,), int64
+    segments: Tensor  # (N,), int64, ascending
 
     def __eq__(self, other: object) -> bool:
         return self is other
@@ -56,6 +59,19 @@ class Ragged(UnitData):
     def are_rows_of(self, other: Ragged) -> bool:
         """Whether both have the same units' rows in the same places."""
         return self.owners is other.owners or torch.equal(self.owners, other.owners)
+
+    @staticmethod
+    def of(owners: Tensor, segments: Tensor | None = None) -> Ragged:
+        """All rows are of one segment, if nothing else is said."""
+        return Ragged(None, owners, torch.zeros_like(owners) if segments is None else segments)
+
+    def part(self, rows: slice) -> Ragged | None:
+        """Rows of whole segments; None for others."""
+        segments = self.segments
+        edges = [edge for edge in (rows.start, rows.stop) if 0 < edge < len(segments)]
+        if any(int(segments[edge - 1]) == int(segments[edge]) for edge in edges):
+            return None
+        return Ragged(None, self.owners[rows], segments[rows])
 
 
 @dataclass(frozen=True)

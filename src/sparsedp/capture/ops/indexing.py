@@ -247,11 +247,11 @@ def _getitem(capture: CaptureForRules, name: str, func: Callable, args: tuple, k
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
         raise NotThisForm
     row_ids = wrapped(ids, table.tensor.shape[0])
-    owners = capture.owners(ids)
-    if owners is None:
+    ragged = capture.ragged(ids)
+    if ragged is None:
         capture.place(row_ids, capture.axis(ids, name, table.names))
     else:
-        capture.place_rows(row_ids, owners)
+        capture.place_rows(row_ids, ragged)
     out = torch.embedding(table.tensor.detach(), row_ids)
     return record_lookup(capture, name, table, first, row_ids, out, None)
 

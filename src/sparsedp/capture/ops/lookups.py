@@ -12,8 +12,9 @@ from torch import Tensor
 from sparsedp.capture.expressions import Expression, Placed
 from sparsedp.capture.ops.helpers import bind, require_functional
 from sparsedp.capture.ops.protocol import CaptureForRules
+from sparsedp.capture.ops.ragged import owners_of_nested
 from sparsedp.capture.ops.registry import Call, NotThisForm, RowsRead, axis_rule, reads_rows, rows_read, use_rule
-from sparsedp.capture.units import Info, Mixed, UnitAxis, unit_first
+from sparsedp.capture.units import Info, Mixed, Ragged, UnitAxis, unit_first
 from sparsedp.capture.uses import Lookup
 
 # Functions that have the name of one in torch.nn.functional, and their arguments in another order.
@@ -108,9 +109,9 @@ def record_lookup(
     capture: CaptureForRules, name: str, table: Expression, first: int, ids: Tensor, out: Tensor, skip: int | None
 ) -> Tensor:
     units = capture.units
-    owners = capture.owners(ids)
-    if owners is not None:
-        return _record_rows(capture, name, table, first, ids, owners, out, skip)
+    ragged = capture.ragged(ids)
+    if ragged is not None:
+        return _record_rows(capture, name, table, first, ids, ragged, out, skip)
     axis = capture.axis(ids, name, table.names)
     kept_ids = capture.keep(ids, name, table.names)
 
@@ -135,23 +136,23 @@ def _record_rows(
     table: Expression,
     first: int,
     ids: Tensor,
-    owners: Tensor,
+    ragged: Ragged,
     out: Tensor,
     skip: int | None,
 ) -> Tensor:
-    """Rows by ids of unequal numbers of each unit, id n of unit owners[n]: ids (N, ...), out (N, ..., dim)."""
+    """Rows by ids of unequal numbers of each unit: ids (N, ...), out (N, ..., dim)."""
     kept_ids = capture.keep(ids, name, table.names)
 
     def finish(grad: Tensor) -> Placed:
         rows = kept_ids.get()
-        whose = owners.view(-1, *(1,) * (rows.ndim - 1)).expand(rows.shape).reshape(-1)
+        whose = ragged.owners.view(-1, *(1,) * (rows.ndim - 1)).expand(rows.shape).reshape(-1)
         rows = rows.reshape(-1).long()
         kept = rows + first
         if skip is not None:
             kept = kept.masked_fill(rows == skip, -1)
         return [(table.parameters[0][0], Lookup(kept, whose, grad.reshape(rows.numel(), grad.shape[-1])))]
 
-    return capture.place_rows(capture.record(out, finish, None), owners)
+    return capture.place_rows(capture.record(out, finish, None), ragged)
 
 
 @axis_rule("embedding", "one_hot", joint=True)
@@ -171,10 +172,28 @@ def _embedding(capture: CaptureForRules, name: str, func: Callable, args: tuple,
     table, first = table_of(capture, name, bound["weight"])
     _refuse_lookup_options(capture, name, table, bound)
     ids = bound["input"]
-    out = torch.embedding(table.tensor.detach(), ids)
     skip = bound.get("padding_idx")
     skip = None if skip is None else skip % table.tensor.shape[0]
+    if ids.is_nested:
+        return _nested_rows(capture, name, table, first, ids, skip)
+    out = torch.embedding(table.tensor.detach(), ids)
     return record_lookup(capture, name, table, first, ids, out, skip)
+
+
+def _nested_rows(
+    capture: CaptureForRules, name: str, table: Expression, first: int, ids: Tensor, skip: int | None
+) -> Tensor:
+    """Rows by the ids of a nested tensor, as one: each unit's by its own."""
+    axis, owners = capture.axis(ids, name, table.names), owners_of_nested(ids)
+    if owners is None or axis != UnitAxis(0):
+        instead = "look up ids.to_padded_tensor(0), and mask what is padded"
+        raise capture.refuse(name, table.names, "whose the ids of a nested tensor are is not known", instead)
+    flat = capture.place_rows(ids.values(), Ragged.of(owners))  # type: ignore[no-untyped-call]
+    rows = record_lookup(capture, name, table, first, flat, torch.embedding(table.tensor.detach(), flat), skip)
+    out: Tensor = torch.nested.nested_tensor_from_jagged(rows, ids.offsets())  # type: ignore[no-untyped-call, attr-defined]
+    capture.place(out, axis)
+    capture.place_parts(out)
+    return out
 
 
 @axis_rule("embedding_bag")
@@ -205,7 +224,7 @@ def _embedding_bag(capture: CaptureForRules, name: str, func: Callable, args: tu
         # With offsets, values lie end to end, as the batch has them. Other values are checked against the bags below.
         if given is None or not capture.is_data(given):
             continue
-        if offsets is not None and (capture.is_end_to_end(given) or capture.owners(given) is not None):
+        if offsets is not None and (capture.is_end_to_end(given) or capture.ragged(given) is not None):
             continue
         place = capture.axis(given, name, table.names)
         if place.dim != 0 or given.shape[0] != capture.units * place.inner or (offsets is None and place.inner > 1):
@@ -232,13 +251,12 @@ def _embedding_bag(capture: CaptureForRules, name: str, func: Callable, args: tu
             name, table.names, f"{ids.numel() - bag_of.numel()} ids lie behind the last offset", instead
         )
     for given in (ids, weights):
-        owners = capture.owners(given)
-        if given is None or offsets is None or (owners is None and capture.known_axis(given) is None):
+        ragged = capture.ragged(given)
+        if given is None or offsets is None or (ragged is None and capture.known_axis(given) is None):
             continue
-        if owners is None:
-            per_unit = given.numel() // units if units else 1
-            owners = torch.arange(given.numel(), device=ids.device) // per_unit
-        if not torch.equal(bag_of, owners):
+        per_unit = given.numel() // units if units else 1
+        whose = torch.arange(given.numel(), device=ids.device) // per_unit if ragged is None else ragged.owners
+        if not torch.equal(bag_of, whose):
             raise capture.refuse(
                 name, table.names, "its offsets put ids or weights of one unit into the bag of another",
                 "let the bag of each unit hold what is its own",

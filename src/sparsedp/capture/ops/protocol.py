@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from sparsedp.capture.expressions import Expression, Placed
-from sparsedp.capture.units import UnitAxis
+from sparsedp.capture.units import Ragged, UnitAxis
 from sparsedp.errors import UnsupportedError
 
 
@@ -42,11 +42,14 @@ class CaptureForRules(Protocol):
     def is_end_to_end(self, tensor: Tensor) -> bool:
         """Whether it is an input whose values lie end to end, as those of bags with offsets do."""
 
-    def owners(self, tensor: Any) -> Tensor | None:
-        """The unit of each row, (N,), of a tensor that has rows of unequal numbers of each; None for any other."""
+    def ragged(self, tensor: Any) -> Ragged | None:
+        """Whose each row is in a tensor that has unequal numbers of each unit's; None for any other."""
 
-    def place_rows(self, out: Tensor, owners: Tensor) -> Tensor:
+    def place_rows(self, out: Tensor, rows: Ragged) -> Tensor:
         """Notes whose each row is in a tensor that a rule made, and returns it."""
+
+    def place_parts(self, tensor: Tensor) -> None:
+        """Notes what is known of the parts of a nested tensor, which it hands out unseen."""
 
     def keep(self, tensor: Tensor, operation: str, names: str) -> KeptTensor:
         """For what a rule needs after backward: before it calls `record`."""

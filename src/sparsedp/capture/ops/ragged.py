@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +17,16 @@ _MASKS = (torch.bool, torch.uint8)  # torch takes bytes for masks
 _RESHAPING = {"view", "reshape", "flatten", "unflatten", "squeeze", "unsqueeze"}
 # What gives a part, which tells by its place in memory which rows it has.
 _PARTS = {"getitem", "narrow", "select", "split", "chunk", "tensor_split", "split_with_sizes", "unbind"}
-# From rows end to end, and where those of each unit begin and end, to (units, longest, ...).
-_PADDING = {"fbgemm::jagged_to_padded_dense", "_jagged_to_padded_dense_forward"}
+# From rows end to end, and where those of each unit begin and end, to (units, longest, ...): TorchRec's.
+_PADDING = "fbgemm::jagged_to_padded_dense"
 
 
 def follow_ragged(call: Call, operands: list[tuple[Tensor, Info]]) -> Info | None:
     """What is known of the result of an operation on rows of unequal lengths, at least one operand; None if nothing is."""
-    if call.name in _PADDING:
-        return _padded(call, operands)
+    if call.name == _PADDING:
+        offsets = call.argument(1, "offsets")
+        is_one = isinstance(offsets, (tuple, list)) and len(offsets) == 1
+        return _cut(call, operands, offsets[0]) if is_one else None
     if call.name == "embedding_bag":
         return _bags(call, operands)
     if call.name == "cat":
@@ -43,12 +46,48 @@ def follow_ragged(call: Call, operands: list[tuple[Tensor, Info]]) -> Info | Non
         return info
     if call.name in _PARTS:
         part = rows_of_part(call.out, first)
-        return None if part is None else Ragged(None, info.owners[part])
+        return None if part is None else info.part(part)
     return None
 
 
-def picked_by_mask(call: Call, operands: list[tuple[Tensor, Info]]) -> Tensor | None:
-    """The units of the rows of x[mask], where both have the units in the same place, or the mask is the same for all."""
+def follow_nested(call: Call, operands: list[tuple[Tensor, Info]]) -> Info:
+    """The same for torch's own nested tensors, each of whose units is a tensor of its own length."""
+    if (
+        call.name == "_nested_view_from_jagged"
+    ):  # values, offsets, one that is nested, lengths, which dimension is ragged
+        is_plain = call.argument(3, "lengths") is None and call.argument(4, "ragged_idx", default=1) == 1
+        return (_cut(call, operands, call.args[1]) if is_plain else None) or UnitData(None)
+    tensor, info = operands[0]
+    if len(operands) > 1 or not isinstance(info, UnitData) or info.axis != UnitAxis(0) or tensor.shape[0] != call.units:
+        return UnitData(None)
+    if call.name in ("to_padded_tensor", "nested_to_padded_tensor"):
+        return info
+    if call.name in POINTWISE:
+        return info if call.out.is_nested and call.out.shape[0] == call.units else UnitData(None)
+    owners = owners_of_nested(tensor) if call.name == "_nested_get_values" else None
+    return UnitData(None) if owners is None or len(owners) != len(call.out) else Ragged.of(owners)
+
+
+def parts_of_nested(tensor: Tensor, info: Info) -> list[tuple[Tensor, Info]]:
+    """What a nested tensor is made of, which it hands out unseen, and what is known of each part."""
+    if tensor.layout != torch.jagged:
+        return []
+    placed = isinstance(info, UnitData) and info.axis == UnitAxis(0)
+    owners = owners_of_nested(tensor) if placed else None
+    parts: list[tuple[Any, Info]] = [(tensor.offsets(), UnitData(None)), (tensor.lengths(), UnitData(None))]
+    parts.append((tensor._values, UnitData(None) if owners is None else Ragged.of(owners)))
+    return [(part, of_part) for part, of_part in parts if part is not None]
+
+
+def owners_of_nested(tensor: Tensor) -> Tensor | None:
+    """The unit of each of its values, (N,); None if these have gaps, or are not its units' rows end to end."""
+    if tensor.layout != torch.jagged or tensor.lengths() is not None or not tensor.is_contiguous():
+        return None
+    return _owners_by_offsets(tensor.offsets(), len(tensor._values), tensor.shape[0])
+
+
+def picked_by_mask(call: Call, operands: list[tuple[Tensor, Info]]) -> Ragged | None:
+    """The rows of x[mask], where both have the units in the same place, or the mask is the same for every unit."""
     source, mask = call.args[0], call.args[1]
     mask = mask[0] if isinstance(mask, tuple) and len(mask) == 1 else mask
     if not isinstance(mask, Tensor) or mask.dtype not in _MASKS or mask.ndim == 0:
@@ -56,12 +95,18 @@ def picked_by_mask(call: Call, operands: list[tuple[Tensor, Info]]) -> Tensor | 
     infos = {id(tensor): info for tensor, info in operands}
     axes = {info.axis for info in infos.values() if isinstance(info, UnitData)}
     axis = axes.pop() if len(axes) == 1 else None
-    if axis is None or id(source) not in infos or len(infos) != len({id(source), id(mask)} & set(infos)):
+    if axis is None or id(source) not in infos or set(infos) - {id(source), id(mask)}:
         return None
     if axis.dim >= mask.ndim or not axis.fits(source.shape, call.units) or not call.units:
         return None
-    units = torch.arange(source.shape[axis.dim], device=mask.device) // axis.inner % call.units
-    return units.view(-1, *(1,) * (mask.ndim - 1 - axis.dim)).expand(mask.shape)[mask != 0]
+    by_unit = mask.unflatten(axis.dim, (-1, call.units, axis.inner))  # (..., outer, units, inner, ...)
+    if id(mask) not in infos and not torch.equal(by_unit, by_unit.narrow(axis.dim + 1, 0, 1).expand_as(by_unit)):
+        return None
+    outer = by_unit.shape[: axis.dim + 1].numel()
+    numbers = torch.arange(outer * call.units, device=mask.device)
+    places = numbers.view(*by_unit.shape[: axis.dim + 2], *(1,) * (by_unit.ndim - axis.dim - 2)).expand_as(by_unit)
+    picked = places[by_unit != 0]
+    return Ragged(None, picked % call.units, picked // call.units)
 
 
 def rows_of_part(part: Tensor, whole: Tensor) -> slice | None:
@@ -93,13 +138,12 @@ def _owners_by_offsets(offsets: Tensor, rows: int, units: int) -> Tensor | None:
     return owners_by_lengths(lengths) if bool((lengths >= 0).all()) else None
 
 
-def _padded(call: Call, operands: list[tuple[Tensor, Info]]) -> UnitData | None:
-    """Each unit its own rows, if the offsets say so."""
-    values, offsets = call.args[0], call.argument(1, "offsets")
-    info = next((info for tensor, info in operands if tensor is values), None)
-    if not isinstance(info, Ragged) or not isinstance(offsets, (tuple, list)) or len(offsets) != 1:
+def _cut(call: Call, operands: list[tuple[Tensor, Info]], offsets: Tensor) -> UnitData | None:
+    """Rows end to end, the first operand, by `offsets`: each unit has its own, if these say so."""
+    info = next((info for tensor, info in operands if tensor is call.args[0]), None)
+    if not isinstance(info, Ragged):
         return None
-    told = _owners_by_offsets(offsets[0], len(values), call.units)
+    told = _owners_by_offsets(offsets, len(call.args[0]), call.units)
     return UnitData(UnitAxis(0)) if told is not None and torch.equal(told, info.owners) else None
 
 
@@ -124,8 +168,11 @@ def _bags(call: Call, operands: list[tuple[Tensor, Info]]) -> UnitData | None:
 def _joined(call: Call, operands: list[tuple[Tensor, Info]]) -> Ragged | None:
     """Rows after rows."""
     tensors, known = call.argument(0, "tensors"), {id(tensor): info for tensor, info in operands}
-    infos = [known.get(id(tensor)) for tensor in tensors]
-    owners = [info.owners for info in infos if isinstance(info, Ragged)]
-    if call.argument(1, "dim", default=0) % max(call.out.ndim, 1) != 0 or len(owners) < len(infos):
+    infos = [info for info in (known.get(id(tensor)) for tensor in tensors) if isinstance(info, Ragged)]
+    if call.argument(1, "dim", default=0) % max(call.out.ndim, 1) != 0 or len(infos) < len(tensors):
         return None
-    return Ragged(None, torch.cat(owners))
+    segments, start = [], 0
+    for info in infos:
+        segments.append(info.segments + start)
+        start += int(info.segments.max()) + 1 if len(info.segments) else 0
+    return Ragged(None, torch.cat([info.owners for info in infos]), torch.cat(segments))
