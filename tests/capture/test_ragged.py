@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -374,3 +375,52 @@ def test_nested_tensors_do_not_mix_units(form: str) -> None:
     model = Apply(lambda m, ids: forward(m, ids).squeeze(-1), e=nn.Embedding(ROWS, DIM), l=nn.Linear(DIM, 1)).double()
     with pytest.raises(REFUSED):
         assert_steps_are_exact(model, examples(lambda i, f: 1 + i % LONGEST), nested, sparsedp.DPSGD())
+
+
+# ------------------------------------------------------------------ loops over the units of a batch
+
+Rows = tuple[Tensor, Tensor]
+
+
+def bags_of(m: nn.Module, rows: list[Tensor]) -> Tensor:
+    offsets = torch.tensor([0, *(len(row) for row in rows)]).cumsum(0)
+    return F.embedding_bag(torch.cat(rows), m.e.weight, offsets, mode="sum", include_last_offset=True)
+
+
+LOOPS: dict[str, Callable[[nn.Module, Tensor, list[int]], Tensor]] = {
+    "bags": lambda m, ids, n: bags_of(m, [row[:k] for row, k in zip(ids, n)]),
+    "bags by index": lambda m, ids, n: bags_of(m, [ids[i, :k] for i, k in enumerate(n)]),
+    "stacked": lambda m, ids, n: m.e(torch.stack([row[:2].sort().values for row in ids.unbind()])).sum(1),
+    "pieces": lambda m, ids, n: bags_of(m, [torch.cat([row[:1], row[2:], row.new_zeros(1)]) for row in ids]),
+    "twice": lambda m, ids, n: sum(m.e(torch.stack([row[0] for row in ids] + [row[1] for row in ids])).chunk(2)),
+}  # fmt: skip
+
+
+def run_loop(form: Callable[[nn.Module, Tensor, list[int]], Tensor]) -> None:
+    def forward(m: nn.Module, given: Rows) -> Tensor:
+        return m.l(form(m, given[0], given[1].tolist())).squeeze(-1)
+
+    model = Apply(forward, e=nn.Embedding(ROWS, DIM), l=nn.Linear(DIM, 1)).double()
+    assert_steps_are_exact(model, examples(), lambda b: (plain(b)[:2], plain(b)[2]), sparsedp.DPSGD())
+
+
+@pytest.mark.parametrize("form", LOOPS)
+def test_units_that_are_taken_one_by_one_are_exact(form: str) -> None:
+    run_loop(LOOPS[form])
+
+
+MIXED_LOOPS: dict[str, Callable[[nn.Module, Tensor, list[int]], Tensor]] = {
+    "in another order": lambda m, ids, n: bags_of(m, [ids[-1 - i, :k] for i, k in enumerate(n)]),
+    "the first left out": lambda m, ids, n: bags_of(m, [ids[0, :0] * 0, *(row[:k] for row, k in zip(ids[1:], n[1:]))]),
+    "the first for all": lambda m, ids, n: m.e(torch.stack([ids[0] for _ in n])).sum(1),
+    "with the first": lambda m, ids, n: m.e(torch.stack([(row + ids[0]) % ROWS for row in ids])).sum(1),
+    "sorted": lambda m, ids, n: m.e(torch.stack(sorted(ids.unbind(), key=lambda row: int(row[0])))).sum(1),
+    "a running sum": lambda m, ids, n: m.e(torch.stack(list(itertools.accumulate(ids, lambda a, b: (a + b) % ROWS)))).sum(1),
+    "columns for units": lambda m, ids, n: bags_of(m, [ids[:, 0], *([ids[:, 0] * 0] * (len(n) - 1))]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", MIXED_LOOPS)
+def test_units_that_are_taken_one_by_one_do_not_meet(form: str) -> None:
+    with pytest.raises(REFUSED):
+        run_loop(MIXED_LOOPS[form])

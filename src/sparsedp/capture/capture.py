@@ -398,6 +398,10 @@ class Capture:
         if plain_name(name) not in AXIS_RULES:
             return self._results.run_unfollowed(name, func, args, kwargs, data)
         out = func(*args, **kwargs)
+        if name == "iter":  # `for row in x`
+            rows = list(out)
+            self._results.note(name, func, args, kwargs, data, rows)
+            return iter(rows)
         self._results.note(name, func, args, kwargs, data, out)
         if name == "data":
             self._memory.add_alias(out)

@@ -15,9 +15,9 @@ from sparsedp.capture.inputs import advice
 from sparsedp.capture.ops.elementwise import POINTWISE
 from sparsedp.capture.ops.lookups import is_bag_of_each
 from sparsedp.capture.ops.losses import LOSSES, place_in_loss
-from sparsedp.capture.ops.ragged import follow_nested, follow_ragged, picked_by_mask
+from sparsedp.capture.ops.ragged import follow_nested, follow_one_unit, follow_ragged, picked_by_mask, unit_of_part
 from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call, plain_name
-from sparsedp.capture.units import Info, Mixed, Ragged, UnitAxis, UnitData, WholeBatch
+from sparsedp.capture.units import Info, Mixed, OneUnit, Ragged, UnitAxis, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
 
 
@@ -36,6 +36,9 @@ def follow(
         return follow_nested(call, operands)
     if len(operands) == 1 and (simple := _follow_alone(call, *operands[0])) is not None:
         return simple
+    first = operands[0][1]
+    if isinstance(first, OneUnit):
+        return follow_one_unit(call, operands) or UnitData(None)
     if any(isinstance(info, Ragged) for _, info in operands) and (ragged := follow_ragged(call, operands)) is not None:
         return ragged
     mixes = [info for _, info in operands if isinstance(info, Mixed)]
@@ -89,7 +92,15 @@ def follow(
         )
     if axes and not lost:
         return UnitData(axes.pop())
-    return (picked_by_mask(call, operands) if call.name == "getitem" else None) or UnitData(None)
+    return (picked_by_mask(call, operands) if call.name == "getitem" else None) or _of_one_unit(call, operands)
+
+
+def _of_one_unit(call: Call, operands: list[tuple[Tensor, Info]]) -> UnitData:
+    """x[2], and what a loop over the units of x gives."""
+    tensor, info = operands[0]
+    is_taken = call.name in ("getitem", "select", "unbind", "iter") and len(operands) == 1
+    unit = unit_of_part(call.out, tensor, call.units) if is_taken and info == UnitData(UnitAxis(0)) else None
+    return UnitData(None) if unit is None else OneUnit(None, unit)
 
 
 def _follow_alone(call: Call, tensor: Tensor, info: Info) -> UnitData | None:

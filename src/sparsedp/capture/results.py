@@ -18,7 +18,7 @@ from sparsedp.capture.ops.shape import SHAPE_ONLY
 from sparsedp.capture.tape import Tape
 from sparsedp.capture.tensors import CONSTANT, DRAWN, SHARED, Derived, KnownTensors
 from sparsedp.capture.unit_memory import UnitMemory
-from sparsedp.capture.units import Info, Ragged, UnitData
+from sparsedp.capture.units import Info, OneUnit, Ragged, UnitData
 from sparsedp.errors import UnitsMixedError
 
 
@@ -69,7 +69,7 @@ class Results:
             info = known[tensor] = self.follow(name, args, kwargs, data, tensor)
             if tensor.is_nested:
                 known.place_parts(tensor)
-            if isinstance(info, UnitData) and info.axis is None and not isinstance(info, Ragged):
+            if isinstance(info, UnitData) and info.axis is None and not isinstance(info, (OneUnit, Ragged)):
                 self._tape.refuse_in_loss(tensor)
         if not torch.is_grad_enabled():
             for tensor in outputs:

@@ -38,6 +38,13 @@ class UnitData:
     axis: UnitAxis | None
 
 
+@dataclass(frozen=True)
+class OneUnit(UnitData):
+    """A tensor that is made of the data of one unit alone, and of constants, such as a row of the batch."""
+
+    unit: int
+
+
 @dataclass(frozen=True, eq=False)
 class Ragged(UnitData):
     """Rows of the units end to end, some with more of them than others: index n of dimension 0 belongs to unit owners[n].

@@ -188,9 +188,9 @@ def _nested_rows(
     if owners is None or axis != UnitAxis(0):
         instead = "look up ids.to_padded_tensor(0), and mask what is padded"
         raise capture.refuse(name, table.names, "whose the ids of a nested tensor are is not known", instead)
-    flat = capture.place_rows(ids.values(), Ragged.of(owners))  # type: ignore[no-untyped-call]
+    flat = capture.place_rows(ids.values(), Ragged.of(owners))
     rows = record_lookup(capture, name, table, first, flat, torch.embedding(table.tensor.detach(), flat), skip)
-    out: Tensor = torch.nested.nested_tensor_from_jagged(rows, ids.offsets())  # type: ignore[no-untyped-call, attr-defined]
+    out: Tensor = torch.nested.nested_tensor_from_jagged(rows, ids.offsets())  # type: ignore[attr-defined]
     capture.place(out, axis)
     capture.place_parts(out)
     return out

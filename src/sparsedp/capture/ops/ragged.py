@@ -1,4 +1,4 @@
-"""Rows of units of unequal lengths, end to end: what leaves each row with its unit, and what gives every unit its own again."""
+"""Units of unequal lengths, end to end or one by one: what leaves each row with its unit, and what joins them again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsedp.capture.ops.elementwise import POINTWISE
 from sparsedp.capture.ops.registry import Call
-from sparsedp.capture.units import Info, Ragged, UnitAxis, UnitData
+from sparsedp.capture.units import Info, OneUnit, Ragged, UnitAxis, UnitData
 
 _MASKS = (torch.bool, torch.uint8)  # torch takes bytes for masks
 # What keeps values in row-major order.
@@ -50,6 +50,46 @@ def follow_ragged(call: Call, operands: list[tuple[Tensor, Info]]) -> Info | Non
     return None
 
 
+def follow_one_unit(call: Call, operands: list[tuple[Tensor, Info]]) -> Info | None:
+    """What is known of the result of an operation on data of single units; None if it mixes several, or may.
+
+    Those of all units in the order of the batch may be joined again: any other order, or one left out, would let the place
+    in the batch decide what becomes of a unit.
+    """
+    units = [info.unit for _, info in operands if isinstance(info, OneUnit)]
+    if len(units) < len(operands):
+        return None
+    tensors = call.argument(0, "tensors") if call.name in ("cat", "stack") else None
+    if len(set(units)) == 1 and (tensors is None or call.units > 1 or len(tensors) > 1):
+        return operands[0][1]
+    if tensors is None or len(units) != len(tensors) or call.argument(1, "dim", default=0) != 0 or not call.units:
+        return None
+    order = torch.tensor(units)
+    if len(order) % call.units or not torch.equal(order, torch.arange(len(order)) % call.units):
+        return None
+    if call.name == "stack":
+        return UnitData(UnitAxis(0))
+    lengths = torch.tensor([len(tensor) for tensor in tensors])
+    segments = (torch.arange(len(order)) // call.units).repeat_interleave(lengths)
+    device = call.out.device
+    return Ragged(None, order.repeat_interleave(lengths).to(device), segments.to(device))
+
+
+def unit_of_part(part: Tensor, whole: Tensor, units: int) -> int | None:
+    """The unit that a view belongs to, of a tensor with the units on axis 0; None for one that has parts of several."""
+    if whole.shape[0] != units or not whole.numel() or part.dtype != whole.dtype:
+        return None
+    if part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        return None
+    apart = whole.stride(0)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(whole.shape[1:], whole.stride()[1:]))
+    if apart < extent:
+        return None
+    unit, within = divmod(int(part.storage_offset()) - int(whole.storage_offset()), apart)
+    reach = within + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride()) if size)
+    return unit if reach < apart and 0 <= unit < units else None
+
+
 def follow_nested(call: Call, operands: list[tuple[Tensor, Info]]) -> Info:
     """The same for torch's own nested tensors, each of whose units is a tensor of its own length."""
     if (
@@ -68,7 +108,7 @@ def follow_nested(call: Call, operands: list[tuple[Tensor, Info]]) -> Info:
     return UnitData(None) if owners is None or len(owners) != len(call.out) else Ragged.of(owners)
 
 
-def parts_of_nested(tensor: Tensor, info: Info) -> list[tuple[Tensor, Info]]:
+def parts_of_nested(tensor: Any, info: Info) -> list[tuple[Tensor, Info]]:
     """What a nested tensor is made of, which it hands out unseen, and what is known of each part."""
     if tensor.layout != torch.jagged:
         return []
@@ -79,7 +119,7 @@ def parts_of_nested(tensor: Tensor, info: Info) -> list[tuple[Tensor, Info]]:
     return [(part, of_part) for part, of_part in parts if part is not None]
 
 
-def owners_of_nested(tensor: Tensor) -> Tensor | None:
+def owners_of_nested(tensor: Any) -> Tensor | None:
     """The unit of each of its values, (N,); None if these have gaps, or are not its units' rows end to end."""
     if tensor.layout != torch.jagged or tensor.lengths() is not None or not tensor.is_contiguous():
         return None
