@@ -391,6 +391,7 @@ LOOPS: dict[str, Callable[[nn.Module, Tensor, list[int]], Tensor]] = {
     "bags": lambda m, ids, n: bags_of(m, [row[:k] for row, k in zip(ids, n)]),
     "bags by index": lambda m, ids, n: bags_of(m, [ids[i, :k] for i, k in enumerate(n)]),
     "stacked": lambda m, ids, n: m.e(torch.stack([row[:2].sort().values for row in ids.unbind()])).sum(1),
+    "stacked pieces": lambda m, ids, n: m.e(torch.stack([torch.cat([row[:1], row[2:]]) for row in ids])).sum(1),
     "pieces": lambda m, ids, n: bags_of(m, [torch.cat([row[:1], row[2:], row.new_zeros(1)]) for row in ids]),
     "twice": lambda m, ids, n: sum(m.e(torch.stack([row[0] for row in ids] + [row[1] for row in ids])).chunk(2)),
 }  # fmt: skip

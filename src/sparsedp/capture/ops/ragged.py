@@ -31,6 +31,8 @@ def follow_ragged(call: Call, operands: list[tuple[Tensor, Info]]) -> Info | Non
         return _bags(call, operands)
     if call.name == "cat":
         return _joined(call, operands)
+    if call.name == "stack" and call.units == 1 and call.argument(1, "dim", default=0) == 0:
+        return UnitData(UnitAxis(0))  # pieces of the only unit
     rows = [(tensor, info) for tensor, info in operands if isinstance(info, Ragged)]
     first, info = rows[0]
     if len(rows) < len(operands) or not all(info.are_rows_of(other) for _, other in rows[1:]):
@@ -60,7 +62,8 @@ def follow_one_unit(call: Call, operands: list[tuple[Tensor, Info]]) -> Info | N
     if len(units) < len(operands):
         return None
     tensors = call.argument(0, "tensors") if call.name in ("cat", "stack") else None
-    if len(set(units)) == 1 and (tensors is None or call.units > 1 or len(tensors) > 1):
+    # Where there is no other unit, pieces of the only one cannot be told from all units: both are true of them.
+    if len(set(units)) == 1 and (tensors is None or call.units > 1 or len(units) < len(tensors)):
         return operands[0][1]
     if tensors is None or len(units) != len(tensors) or call.argument(1, "dim", default=0) != 0 or not call.units:
         return None
