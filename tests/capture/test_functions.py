@@ -290,12 +290,6 @@ def test_a_function_that_reaches_torch_another_way_is_refused() -> None:
             capture_uses(Apply(forward, a=nn.Linear(D, D), b=nn.Linear(D, 2)), [torch.randn(B, D)])
 
 
-def test_functions_of_parameters_are_refused() -> None:
-    module = Apply(lambda m, x: F.linear(x, Swish.apply(m.w)), w=nn.Parameter(torch.randn(D, D)))
-    with pytest.raises(UnsupportedError, match=r"takes private parameter 'w'.*ordinary gradient"):
-        capture_uses(module, [torch.randn(B, D)])
-
-
 def test_functions_are_left_alone_outside_of_forward() -> None:
     before = Function.apply.__func__  # type: ignore[attr-defined]
     module = Apply(lambda m, x: Swish.apply(m.a(x)), a=nn.Linear(D, D))

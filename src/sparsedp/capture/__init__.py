@@ -4,6 +4,7 @@ from sparsedp.capture.capture import Capture
 from sparsedp.capture.captured import Captured
 from sparsedp.capture.hooks import is_own_hook
 from sparsedp.capture.inputs import PublicInputs
+from sparsedp.capture.jagged import jagged_inputs
 from sparsedp.capture.laws import Replaced
 from sparsedp.capture.module_state import named_tensors
 from sparsedp.capture.randomness import Draws, RepeatedDraws
@@ -14,5 +15,6 @@ from sparsedp.capture.uses import ParameterUses, RowNorms, RowSparse
 
 __all__ = [
     "Capture", "Captured", "Draws", "ParameterUses", "PublicInputs", "PublicTerm", "RepeatedDraws", "Replaced", "RowNorms",
-    "RowSpace", "RowSparse", "TouchedRows", "TracedOperation", "TracingCapture", "is_own_hook", "join_digests", "named_tensors",
+    "RowSpace", "RowSparse", "TouchedRows", "TracedOperation", "TracingCapture", "is_own_hook", "jagged_inputs", "join_digests",
+    "named_tensors",
 ]  # fmt: skip

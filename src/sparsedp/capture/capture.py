@@ -141,11 +141,8 @@ class Capture:
         # What rules (`ops/protocol.py`) and custom functions ask, answered by the part that knows.
         self.expression, self.is_data, self.info = self._known.expression, self._known.is_data, self._known.info
         self.axis, self.known_axis, self.place = self._known.axis, self._known.known_axis, self._known.place
-        self.is_end_to_end, self.rows, self.place_rows = (
-            self._known.is_end_to_end,
-            self._known.rows,
-            self._known.place_rows,
-        )
+        self.is_end_to_end, self.rows = self._known.is_end_to_end, self._known.rows
+        self.place_rows, self.place_parts = self._known.place_rows, self._known.place_parts
         self.keep, self.refuse, self.where = self._tape.keep, self._pass.refuse, self._pass.where
         self.lose, self.whose_memory = self._memory.lose, self._state.whose_memory
         self.private_memory, self.forget_history = self._state.private_memory, self._history.clear
@@ -205,7 +202,7 @@ class Capture:
         inputs = all_tensors((args, kwargs), objects=True)
         is_training = self._tape.forward_only is None
         expected = self._current_batch() if is_training else self._forward_only_batch
-        batch = batch_of(inputs, expected)
+        batch = batch_of(inputs, expected, (args, kwargs))
         self._pass.announced = None if expected is None or batch is expected else expected.examples
         self._tape.begin(batch)
         if batch is not self._pass.batch and not isinstance(batch, UnannouncedBatch):
@@ -429,6 +426,10 @@ class Capture:
         if plain_name(name) not in AXIS_RULES:
             return self._results.run_unfollowed(name, func, args, kwargs, data)
         out = func(*args, **kwargs)
+        if name == "iter":  # `for row in x`
+            rows = list(out)
+            self._results.note(name, func, args, kwargs, data, rows)
+            return iter(rows)
         self._results.note(name, func, args, kwargs, data, out)
         if name == "data":
             self._memory.add_alias(out)
@@ -448,6 +449,11 @@ class Capture:
             raise self.refuse(
                 name, expressions[0].names, "which rows it takes depends on the whole batch", "take a fixed part"
             )
+        if name != "embedding" and any(tensor.is_nested for tensor in operands_of(args, kwargs)):
+            raise self.refuse(
+                name, expressions[0].names, "it takes a nested tensor",
+                "use x.values(), whose rows are followed, or x.to_padded_tensor(0) and mask what is padded",
+            )  # fmt: skip
         self._tape.use, before = (name, expressions), self._tape.records
         seen = by_rows(self, self._known, name, args, kwargs)
         out = run_use(self if seen is None else seen, name, func, args, kwargs, expressions)

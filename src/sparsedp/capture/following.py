@@ -14,12 +14,12 @@ from torch import Tensor
 from sparsedp.capture.combining import combination_advice
 from sparsedp.capture.inputs import advice
 from sparsedp.capture.ops.elementwise import POINTWISE
-from sparsedp.capture.ops.indexing import is_advanced
 from sparsedp.capture.ops.lookups import is_bag_of_each
 from sparsedp.capture.ops.losses import LOSSES, place_in_loss
+from sparsedp.capture.ops.ragged import follow_nested, follow_one_unit, unit_of_part
 from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call, plain_name
 from sparsedp.capture.owned_rows import follow_rows
-from sparsedp.capture.units import Info, Mixed, UnitAxis, UnitData, WholeBatch
+from sparsedp.capture.units import Info, Mixed, OneUnit, UnitAxis, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
 
 # Words of errors for operations that may mix units, or may not: it is not known.
@@ -37,8 +37,12 @@ def follow(
 ) -> Info:
     """What is known of `out`, the result of an operation on `operands`; raises if it mixes units for certain."""
     call = Call(plain_name(name), args, kwargs, out, units, len(operands))
+    if any(tensor.is_nested for tensor, _ in operands):
+        return follow_nested(call, operands)
     if len(operands) == 1 and (simple := _follow_alone(call, *operands[0])) is not None:
         return simple
+    if isinstance(operands[0][1], OneUnit):
+        return follow_one_unit(call, operands) or UnitData(None)
     of_rows = follow_rows(call, operands, where)
     if of_rows is not None:
         return of_rows
@@ -90,7 +94,17 @@ def follow(
             "across the batch?), so one unit's loss depends on the others and clipping bounds nothing. Draw negatives from a "
             "public distribution instead, and let each unit attend to itself alone."
         )
-    return UnitData(axes.pop() if axes and not lost else None)
+    if axes and not lost:
+        return UnitData(axes.pop())
+    return _of_one_unit(call, operands)
+
+
+def _of_one_unit(call: Call, operands: list[tuple[Tensor, Info]]) -> UnitData:
+    """x[2], and what a loop over the units of x gives."""
+    tensor, info = operands[0]
+    is_taken = call.name in ("getitem", "select", "unbind", "iter") and len(operands) == 1
+    unit = unit_of_part(call.out, tensor, call.units) if is_taken and info == UnitData(UnitAxis(0)) else None
+    return UnitData(None) if unit is None else OneUnit(None, unit=unit)
 
 
 def _follow_alone(call: Call, tensor: Tensor, info: Info) -> UnitData | None:
@@ -150,8 +164,8 @@ def _follow_mixed(call: Call, operands: list[tuple[Tensor, Info]], mixed: Mixed,
 
 
 # What leaves the values of bags, which lie end to end, in their order.
-_IN_ORDER = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "getitem", "narrow", "split", "chunk", "tensor_split",
-             "split_with_sizes", "unbind", "select"}  # fmt: skip
+_IN_ORDER = {"view", "reshape", "flatten", "squeeze", "unsqueeze", "narrow", "split", "chunk", "tensor_split",
+             "split_with_sizes"}  # fmt: skip
 
 
 def _keeps_order(call: Call, operands: list[tuple[Tensor, Info]]) -> bool:
@@ -160,8 +174,8 @@ def _keeps_order(call: Call, operands: list[tuple[Tensor, Info]]) -> bool:
         return False
     if call.name in POINTWISE:
         return all(tensor.shape == call.out.shape for tensor, _ in operands)
-    index = call.args[1] if call.name == "getitem" else ()
-    return call.name in _IN_ORDER and not any(map(is_advanced, index if isinstance(index, tuple) else (index,)))
+    # A part of them would begin elsewhere than the bags do that offsets tell.
+    return call.name in _IN_ORDER and all(tensor.numel() == call.out.numel() for tensor, _ in operands)
 
 
 def _first(args: tuple, kwargs: dict) -> Any:

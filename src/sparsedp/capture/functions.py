@@ -30,6 +30,7 @@ from sparsedp._torch import (
     without_functions,
 )
 from sparsedp.capture.names import written_tensors
+from sparsedp.capture.plain_functions import is_derivative, run_plainly
 from sparsedp.capture.tensors import memory_of
 from sparsedp.capture.trials import (
     Outcome,
@@ -99,6 +100,10 @@ class Functions:
     def _apply(self, function: type, run: Callable, args: tuple) -> Any:
         inputs = list(tensors_in(args))
         with without_functions():
+            takes_parameters = self._takes_parameters(function, inputs)
+        if takes_parameters:
+            return self._apply_to_parameters(function, run, args)
+        with without_functions():
             axes = self._input_axes(function, inputs)
             is_first = axes is not None and self._is_first(function)
             is_due = axes is not None and self._is_due(is_first)
@@ -147,19 +152,40 @@ class Functions:
         """Where the units are in each argument; None for one that gets no gradient, as tensors in lists do not."""
         return [self.capture.known_axis(value) if isinstance(value, Tensor) else None for value in args]
 
-    def _input_axes(self, function: type, inputs: list[Tensor]) -> list[UnitAxis | None] | None:
-        """Where the units are in each input, None in constants; None where no gradient of a unit passes."""
-        capture = self.capture
-        capture.require_history()
+    def _takes_parameters(self, function: type, inputs: list[Tensor]) -> bool:
+        """Whether private parameters, or what is computed from them alone, are among its inputs."""
+        self.capture.require_history()
         if function.__module__ == "torch.utils.checkpoint":
             raise UnsupportedError(
                 "Gradient checkpointing runs a part of the module again inside of backward, where its uses would be counted "
                 "twice. Train without checkpointing; max_physical_batch bounds memory instead."
             )
-        for parameter in map(capture.expression, inputs):
-            if parameter is not None:
-                reason = f"it takes private parameter {parameter.names}, at which it would leave an ordinary gradient"
-                raise self.refuse(function, reason)
+        return any(self.capture.expression(tensor) is not None for tensor in inputs)
+
+    def _apply_to_parameters(self, function: type, run: Callable, args: tuple) -> Any:
+        """Its forward() as operations of the module (`plain_functions.py`)."""
+        use = (function, self.capture.where())
+        if use not in self._seen or self._always or float(self._generator.random(1)[0]) < _AGAIN:
+            self._seen.add(use)
+            with without_functions(), torch.random.fork_rng(devices=[]):
+                try:
+                    is_same = is_derivative(function, run, args, self._normal)
+                except (ValueError, RuntimeError, AttributeError, TypeError) as error:
+                    raise self.refuse(
+                        function,
+                        f"it takes private parameters, and its forward() does not run without its backward() ({error})",
+                    ) from error
+            if not is_same:
+                raise self.refuse(
+                    function,
+                    "it takes private parameters, and its backward() gives another gradient than the derivative of forward(), "
+                    "or draws at random",
+                )
+        return run_plainly(function, args)
+
+    def _input_axes(self, function: type, inputs: list[Tensor]) -> list[UnitAxis | None] | None:
+        """Where the units are in each input, None in constants; None where no gradient of a unit passes."""
+        capture = self.capture
         if not any(tensor.requires_grad for tensor in inputs):
             return None
         for owner in map(capture.private_memory, inputs):
@@ -418,7 +444,7 @@ class _Backward(TorchFunctionMode):
         hidden = [tensor for tensor in given if self._capture.is_data(tensor)]
         if name in _ABOUT_SHAPES:  # the data decide a shape where a mask picked elements
             is_number = isinstance(out, (int, tuple))
-            hidden = [tensor for tensor in hidden if is_number and self._capture.info(tensor) == UnitData(None)]
+            hidden = [tensor for tensor in hidden if is_number and _is_unplaced(self._capture.info(tensor))]
         if hidden:
             name = name.strip("_") if name != "__get__" else "shape"
             raise self._refuse(f"takes values out of a tensor by '{name}', where they cannot be followed")
@@ -438,6 +464,10 @@ class _Backward(TorchFunctionMode):
 
     def _refuse(self, reason: str) -> UnsupportedError:
         return self._functions.refuse(self._function, f"its backward() {reason}")
+
+
+def _is_unplaced(info: Any) -> bool:
+    return isinstance(info, UnitData) and info.axis is None
 
 
 # Operations that tell something of a tensor, but nothing of its values.

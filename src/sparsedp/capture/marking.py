@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from sparsedp.capture.forward_pass import ForwardPass, HasUnits, UnannouncedBatch
 from sparsedp.capture.inputs import NamedInput, PlainInputs, PublicInputs, has_units_first, named_inputs
+from sparsedp.capture.jagged import JaggedInput, jagged_inputs
 from sparsedp.capture.module_state import ModuleState
 from sparsedp.capture.tensors import EARLIER, SHARED, KnownTensors
-from sparsedp.capture.units import Mixed, UnitAxis, UnitData, WholeBatch
+from sparsedp.capture.units import Mixed, UnitAxis, UnitData, WholeBatch, rows_end_to_end
 from sparsedp.errors import UnsupportedError
 
 
@@ -29,6 +30,7 @@ class InputMarks:
         """The tensors `inputs` among the arguments of the part `name` of the module, which is called."""
         known, batch, units = self._known, self._current.batch, self._current.units
         apart = not batch.offsets and not batch.constants  # whether every input has the units on axis 0
+        fresh: set[int] = set()  # tensors of which nothing was known before
         for tensor in inputs:
             info = known.get(tensor)
             if isinstance(info, (UnitData, Mixed)) and info is not EARLIER:
@@ -42,12 +44,30 @@ class InputMarks:
             if (tensor.requires_grad or not fits) and self._state.whose_memory(tensor) is not None:
                 continue  # the module's own: one of its parts was called with it
             known[tensor] = UnitData(UnitAxis(0)) if fits else SHARED
+            fresh.add(id(tensor))
+            if tensor.is_nested:
+                known.place_parts(tensor)
             apart = apart and fits
+        are_tensors = _are_all_tensors(args, kwargs)
         if self._public is not None:
             if torch.is_grad_enabled():
                 self._public.refuse_divisors(kwargs)
-            if not apart or self._public.names or not _are_all_tensors(args, kwargs):
+            if not apart or self._public.names or not are_tensors:
                 self._judge(self._public, list(named_inputs(module.get_submodule(name), args, kwargs)))
+        if not are_tensors:
+            for jagged in jagged_inputs((args, kwargs), units):
+                self._mark_rows(jagged, fresh)
+
+    def _mark_rows(self, jagged: JaggedInput, fresh: set[int]) -> None:
+        """Save of what is declared public, and of what is known from a pass before."""
+        known = self._known
+        of_rows = rows_end_to_end(jagged.owners, jagged.features)
+        for tensor in jagged.rows:
+            if id(tensor) in fresh and known.get(tensor) is not None:
+                known[tensor] = of_rows
+        lengths = jagged.lengths
+        if lengths is not None and id(lengths) in fresh and known.get(lengths) is not None:
+            known[lengths] = UnitData(UnitAxis(0))  # feature by feature, unit by unit
 
     def part_with_earlier_batches(self, inputs: list[Tensor]) -> None:
         """What a module kept of another batch is not this batch's: none of its units may meet it."""
@@ -80,10 +100,15 @@ class InputMarks:
                     known[tensor] = WholeBatch(named.path)
 
 
-def batch_of(inputs: list[Tensor], expected: HasUnits | None) -> HasUnits:
-    """The batch that inputs are of: the `expected` one, if they may be, or else one with as many units as the first has."""
+def batch_of(inputs: list[Tensor], expected: HasUnits | None, arguments: Any) -> HasUnits:
+    """The batch that inputs are of: the `expected` one, if they may be, or else one with as many units as the first has.
+
+    `arguments` are those that the inputs are in: flat values of jagged tensors tell nothing by their size.
+    """
     sizes = [tensor.shape[0] for tensor in inputs if tensor.ndim > 0]
-    if expected is not None and (expected.examples in sizes or len(set(sizes)) != 1):
+    if expected is not None and (
+        expected.examples in sizes or len(set(sizes)) != 1 or any(jagged_inputs(arguments, expected.examples))
+    ):
         return expected
     if not sizes:
         raise UnsupportedError(

@@ -25,7 +25,7 @@ def operation_name(func: Callable) -> str:
     whose = getattr(func, "namespace", None) or getattr(func, "_qualified_op_name", "::").split("::")[0]
     whose = whose or getattr(func, "__module__", None) or "torch"
     is_torchs = whose.split(".")[0] in ("aten", "prims", "prim", "torch", "sparsedp")
-    if not is_torchs and any(hasattr(place, name) for place in (torch, Tensor, nn.functional)):
+    if whose == "fbgemm" or (not is_torchs and any(hasattr(place, name) for place in (torch, Tensor, nn.functional))):
         return f"{whose}::{name}"
     if name == "__set__":
         return "set_" + str(getattr(getattr(func, "__self__", None), "__name__", ""))

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from sparsedp.capture.names import operands_of
 from sparsedp.capture.ops.elementwise import POINTWISE
+from sparsedp.capture.ops.ragged import follow_ragged
 from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call
 from sparsedp.capture.units import (
     Info,
@@ -246,6 +247,9 @@ def follow_rows(call: Call, operands: list[tuple[Tensor, Info]], where: Callable
             return info
     if not has_rows:
         return None
+    cut_or_joined = follow_ragged(call, operands)
+    if cut_or_joined is not None:
+        return cut_or_joined
     if any(isinstance(info, UnitData) and info.numbers is not None for _, info in operands):
         return _numbers_after(call, operands)
     return _carried(call, operands, where)

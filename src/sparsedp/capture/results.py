@@ -78,6 +78,8 @@ class Results:
         for number, tensor in enumerate(outputs):
             info = made[number] if made is not None else self.follow(name, args, kwargs, data, tensor)
             known[tensor] = info
+            if tensor.is_nested:
+                known.place_parts(tensor)
             if not isinstance(info, UnitData) or info.axis is None:
                 self.origins.note(tensor, name, data)
                 if info == UnitData(None):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def by_rows(capture: Capture, known: KnownTensors, name: str, args: tuple, kwargs: dict) -> RowsAsUnits | None:
     """For a rule of an operation on rows that have owners: the capture with rows for units. None for other operations."""
-    if name in GROUPED:  # whose rule looks at owners itself
+    if name in GROUPED or name == "embedding_bag":  # whose rule looks at owners itself
         return None
     for tensor in operands_of(args, kwargs):
         rows = known.rows(tensor)

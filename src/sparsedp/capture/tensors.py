@@ -19,6 +19,7 @@ from sparsedp.capture.combining import combined_by
 from sparsedp.capture.expressions import Expression, TableRows
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.inputs import advice
+from sparsedp.capture.ops.ragged import parts_of_nested
 from sparsedp.capture.units import Mixed, Rows, UnitAxis, UnitData, WholeBatch, placed_rows
 from sparsedp.errors import UnsupportedError
 
@@ -92,6 +93,11 @@ class KnownTensors:
         self[out] = placed_rows(rows.dim, rows.owners)
         return out
 
+    def place_parts(self, tensor: Tensor) -> None:
+        """Notes what is known of the parts of a nested tensor, which it hands out unseen."""
+        for part, info in parts_of_nested(tensor, self[tensor]):
+            self[part] = info
+
     def expression(self, tensor: Any) -> Expression | None:
         """What is known of a tensor that depends on private parameters alone; None for any other."""
         if not isinstance(tensor, Tensor) or not tensor.requires_grad:
@@ -114,9 +120,9 @@ class KnownTensors:
         return isinstance(tensor, Tensor) and isinstance(self.get(tensor), (UnitData, Mixed))
 
     def is_end_to_end(self, tensor: Tensor) -> bool:
-        """Whether its values lie end to end, as those of bags with offsets do, or in an order that is not known."""
+        """Whether it is an input whose values lie end to end, as those of bags with offsets do."""
         info = self.get(tensor)
-        return info.in_order if isinstance(info, WholeBatch) else isinstance(info, UnitData) and info.axis is None
+        return isinstance(info, WholeBatch) and info.in_order
 
     def known_axis(self, tensor: Tensor) -> UnitAxis | None:
         """The unit axis of a tensor; None where it has none, or it is not known."""

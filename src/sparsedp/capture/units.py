@@ -45,9 +45,22 @@ class Owners:
     inner: int | None = None
     keys: Tensor | None = None  # what the rows are sorted by, (n,): each number is decided by the row's own unit
     packed: Packed | None = None
+    # Of rows in segments, such as features, each with rows of all units: the segment of each, (n,) ascending. A part of whole
+    # segments has the same of every unit; any other would leave out rows of the unit that happens to be first or last.
+    segments: Tensor | None = None
 
     def same(self, other: Owners) -> bool:
         return self is other or torch.equal(self.units, other.units)
+
+    def part(self, rows: slice) -> Owners | None:
+        """Of some of the rows, if they are whole segments."""
+        segments = self.segments
+        if segments is None:
+            return None
+        edges = [edge for edge in (rows.start, rows.stop) if 0 < edge < len(segments)]
+        if any(int(segments[edge - 1]) == int(segments[edge]) for edge in edges):
+            return None
+        return Owners(self.units[rows], segments=segments[rows])
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +107,13 @@ class UnitData:
 
 
 @dataclass(frozen=True)
+class OneUnit(UnitData):
+    """A tensor that is made of the data of one unit alone, and of constants, such as a row of the batch."""
+
+    unit: int = -1
+
+
+@dataclass(frozen=True)
 class Mixed:
     """A tensor in which the units of a batch were reduced to one value, such as a batch mean."""
 
@@ -122,6 +142,14 @@ def owners_of_axis(axis: UnitAxis, size: int, units: int) -> Owners:
 def placed_rows(dim: int, owners: Owners) -> UnitData:
     """Rows along a dimension, by an axis where there is one."""
     return UnitData(UnitAxis(dim, owners.inner)) if owners.inner is not None else UnitData(None, Rows(dim, owners))
+
+
+def rows_end_to_end(owners: Tensor, segments: Tensor | None = None) -> UnitData:
+    """Rows of the units end to end along dimension 0, the n-th of unit owners[n], in segments or all in one."""
+    whose = owners.cpu()
+    return UnitData(
+        None, Rows(0, Owners(whose, segments=torch.zeros_like(whose) if segments is None else segments.cpu()))
+    )
 
 
 def unit_first(tensor: Tensor, axis: UnitAxis, units: int) -> Tensor:

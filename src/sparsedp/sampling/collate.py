@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from sparsedp.capture import jagged_inputs
 from sparsedp.errors import SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.sampling.layout import BatchLayout, are_offsets, as_rows, counted_rows, equal_batches, layout_of, same
 
@@ -77,8 +78,26 @@ def examine(dataset: Any, collate: Callable[[Any], Any], public: Sequence[str] =
                 "other units, and clipping would not bound what one of them does. Make each row of its own example alone; "
                 "sparsedp.nn.CandidateSampler draws negatives from the vocabulary."
             )
+    _refuse_mixed_rows(dataset, batches, sizes)
     axes = tuple((entry, entry.axis_of_units(sizes)) for entry in (*entries, *elsewhere))
     return BatchLayout(tuple(constants), tuple(offsets), axes)
+
+
+def _refuse_mixed_rows(dataset: Any, batches: Sequence[Any], sizes: Sequence[int]) -> None:
+    """Of jagged tensors, as `examine`: raises if an example has other rows because another one was exchanged or left out."""
+    before, again, *changed, without, _ = [list(jagged_inputs(batch, size)) for batch, size in zip(batches, sizes)]
+    for place, jagged in enumerate(before):
+        rows = [jagged.of_unit(unit) for unit in range(jagged.units)]
+        others = [several[place] for several in (again, *changed, without) if len(several) > place]
+        if len(others) < len(changed) + 2 or [others[0].of_unit(unit) for unit in range(jagged.units)] != rows:
+            continue  # it makes other rows each time
+        stayed = all([other.of_unit(unit) for unit in range(jagged.units - 1)] == rows[:-1] for other in others[1:-1])
+        if not stayed or [others[-1].of_unit(unit) for unit in range(jagged.units - 1)] != rows[1:]:
+            raise UnsupportedError(
+                f"{_maker(dataset)} gives an example other rows of a jagged tensor if another example is exchanged or left out: "
+                "its lengths are not those of the same examples as its values, or rows are made of the whole batch. A unit's "
+                "gradient would then depend on other units, and clipping would not bound what one of them does."
+            )
 
 
 def _maker(dataset: Any) -> str:

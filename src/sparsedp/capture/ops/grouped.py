@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture.expressions import Expression, Placed, linear_is_cheap, place_linear
-from sparsedp.capture.ops.helpers import bind, require_small
+from sparsedp.capture.ops.helpers import bind, require_affordable
 from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.ops.registry import use_rule
 from sparsedp.capture.units import Rows
@@ -40,7 +40,7 @@ def _grouped(capture: CaptureForRules, name: str, func: Callable, args: tuple, k
     parts = {number: Expression(matrices[number].mT, weight.parameters) for number, _ in groups}  # (O, I)
     for part in parts.values():
         if not linear_is_cheap(part):
-            require_small(capture, name, part)
+            require_affordable(capture, name, part)
     pieces = [x[group] @ parts[number].tensor.detach().mT for number, group in groups]
     out = torch.cat(pieces) if pieces else x.new_zeros(len(x), matrices.shape[2])
     inputs, owners, units = capture.keep(x, name, names), rows.owners, capture.units

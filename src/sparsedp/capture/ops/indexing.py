@@ -19,7 +19,7 @@ from sparsedp.capture.units import Mixed, UnitAxis
 _MASKS = (torch.bool, torch.uint8)  # torch takes bytes for masks
 
 
-@axis_rule("select", "unbind")
+@axis_rule("select", "unbind", "iter")
 def _select(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     dim = call.argument(1, "dim", default=0) % source.ndim
     return None if dim == axis.dim else axis.shifted(-1 if dim < axis.dim else 0)

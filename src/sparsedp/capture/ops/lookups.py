@@ -12,6 +12,7 @@ from torch import Tensor
 from sparsedp.capture.expressions import Expression, Placed, place_looked_up
 from sparsedp.capture.ops.helpers import bind, require_affordable, require_functional
 from sparsedp.capture.ops.protocol import CaptureForRules
+from sparsedp.capture.ops.ragged import owners_of_nested
 from sparsedp.capture.ops.registry import Call, NotThisForm, RowsRead, axis_rule, reads_rows, rows_read, use_rule
 from sparsedp.capture.units import Info, Mixed, UnitAxis, unit_first
 from sparsedp.capture.uses import Lookup
@@ -173,13 +174,39 @@ def _embedding(capture: CaptureForRules, name: str, func: Callable, args: tuple,
     if expression is None or capture.is_data(weight):
         raise NotThisForm
     _refuse_lookup_options(capture, name, expression, bound)
-    out = torch.embedding(expression.tensor.detach(), ids)
     skip = bound.get("padding_idx")
     skip = None if skip is None else skip % expression.tensor.shape[0]
+    if ids.is_nested:
+        return _nested_rows(capture, name, weight, ids, skip)
+    out = torch.embedding(expression.tensor.detach(), ids)
     if not is_plain_table(capture, weight):
         return record_computed_lookup(capture, name, weight, ids, out, skip)
     table, first = table_of(capture, name, weight)
     return record_lookup(capture, name, table, first, ids, out, skip)
+
+
+def _nested_rows(capture: CaptureForRules, name: str, weight: Tensor, ids: Tensor, skip: int | None) -> Tensor:
+    """Rows by the ids of a nested tensor, as one: each unit's by its own."""
+    table, first = table_of(capture, name, weight)
+    axis, owners = capture.axis(ids, name, table.names), owners_of_nested(ids)
+    if owners is None or axis != UnitAxis(0):
+        instead = "look up ids.to_padded_tensor(0), and mask what is padded"
+        raise capture.refuse(name, table.names, "whose the ids of a nested tensor are is not known", instead)
+    rows = ids.values()
+    kept_ids = capture.keep(rows, name, table.names)
+
+    def finish(grad: Tensor) -> Placed:
+        looked_up = kept_ids.get().long()
+        kept = looked_up + first
+        if skip is not None:
+            kept = kept.masked_fill(looked_up == skip, -1)
+        return [(table.parameters[0][0], Lookup(kept, owners, grad))]
+
+    values = capture.record(torch.embedding(table.tensor.detach(), rows), finish, None)
+    out: Tensor = torch.nested.nested_tensor_from_jagged(values, ids.offsets())  # type: ignore[attr-defined]
+    capture.place(out, axis)
+    capture.place_parts(out)
+    return out
 
 
 @axis_rule("embedding_bag")
@@ -208,7 +235,9 @@ def _embedding_bag(capture: CaptureForRules, name: str, func: Callable, args: tu
         raise capture.refuse(name, table.names, "per_sample_weights is a parameter", "look rows up with nn.Embedding")
     for given in (ids, weights):
         # With offsets, values lie end to end, as the batch has them. Other values are checked against the bags below.
-        if given is None or not capture.is_data(given) or (offsets is not None and capture.is_end_to_end(given)):
+        if given is None or not capture.is_data(given):
+            continue
+        if offsets is not None and (capture.is_end_to_end(given) or capture.rows(given) is not None):
             continue
         place = capture.axis(given, name, table.names)
         if place.dim != 0 or given.shape[0] != capture.units * place.inner or (offsets is None and place.inner > 1):
@@ -235,10 +264,12 @@ def _embedding_bag(capture: CaptureForRules, name: str, func: Callable, args: tu
             name, table.names, f"{ids.numel() - bag_of.numel()} ids lie behind the last offset", instead
         )
     for given in (ids, weights):
-        if given is None or offsets is None or capture.known_axis(given) is None:
+        rows = capture.rows(given)
+        if given is None or offsets is None or (rows is None and capture.known_axis(given) is None):
             continue
         per_unit = given.numel() // units if units else 1
-        if not torch.equal(bag_of, torch.arange(given.numel(), device=ids.device) // per_unit):
+        whose = torch.arange(given.numel()) // per_unit if rows is None else rows.owners.units
+        if not torch.equal(bag_of.cpu(), whose):
             raise capture.refuse(
                 name, table.names, "its offsets put ids or weights of one unit into the bag of another",
                 "let the bag of each unit hold what is its own",

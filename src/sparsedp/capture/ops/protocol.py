@@ -43,7 +43,10 @@ class CaptureForRules(Protocol):
         """The rows of a tensor that have owners instead of a unit axis; None where it has none."""
 
     def is_end_to_end(self, tensor: Tensor) -> bool:
-        """Whether its values lie end to end, as those of bags with offsets do, or in an order that is not known."""
+        """Whether it is an input whose values lie end to end, as those of bags with offsets do."""
+
+    def place_parts(self, tensor: Tensor) -> None:
+        """Notes what is known of the parts of a nested tensor, which it hands out unseen."""
 
     def keep(self, tensor: Tensor, operation: str, names: str) -> KeptTensor:
         """For what a rule needs after backward: before it calls `record`."""

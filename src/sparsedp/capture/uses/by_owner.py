@@ -8,6 +8,7 @@ from torch import Tensor
 from sparsedp.capture.lengths import places_of
 from sparsedp.capture.uses.base import Use
 from sparsedp.capture.uses.built import Built
+from sparsedp.capture.uses.carried import Carried, Part
 from sparsedp.capture.uses.linear import Linear
 from sparsedp.capture.uses.lookup import Lookup
 from sparsedp.errors import SparseDPError
@@ -22,6 +23,8 @@ def of_owners(use: Use, owners: Tensor, units: int) -> Use:
         return use.of_owners(owners, units)
     if isinstance(use, Linear) and len(use.inputs) == len(owners):
         return _linear(use, owners, units)
+    if isinstance(use, Carried) and len(use.places) == len(owners):
+        return Carried.of_parts([_carried(part, owners, units) for part in use.parts], use.size, units)
     raise SparseDPError(
         f"A use of the kind {type(use).__name__} by rows that units have in different numbers is not available."
     )
@@ -42,3 +45,20 @@ def _linear(use: Linear, owners: Tensor, units: int) -> Linear:
         return out.flatten(1, 2)
 
     return Linear(padded(use.inputs), padded(use.grad), use.offset)
+
+
+def _carried(part: Part, owners: Tensor, units: int) -> Part:
+    """The gradients of a unit's rows on the copy are added up before they are carried on."""
+    lengths, places = places_of(owners, units)
+    rows_of = places.split(lengths.tolist())
+
+    def gradient(examples: slice) -> Tensor:
+        totals = []
+        for rows in rows_of[examples]:
+            total = torch.zeros_like(part.gradient(slice(0, 1)))
+            for row in rows.tolist():
+                total += part.gradient(slice(row, row + 1))
+            totals.append(total)
+        return torch.cat(totals)
+
+    return Part(gradient, part.carry, part.memory)

@@ -42,7 +42,11 @@ class Carried(Use):
     @staticmethod
     def of(part: Part, size: int, examples: int) -> Carried:
         """A use in which each example is a unit."""
-        return Carried([part], size, torch.arange(examples, device=part.memory[0].device)[:, None])
+        return Carried.of_parts([part], size, examples)
+
+    @staticmethod
+    def of_parts(parts: list[Part], size: int, examples: int) -> Carried:
+        return Carried(parts, size, torch.arange(examples, device=parts[0].memory[0].device)[:, None])
 
     @staticmethod
     def merged(carrieds: list[Carried]) -> list[Carried]:
