@@ -360,10 +360,8 @@ def _gradients(expression: Expression, values: Tensor, origins: Sequence[Origin]
     return [None if grad[0] is None else torch.stack([g.to_dense() for g in grad]) for grad in zip(*each)]
 
 
-def _derived(
-    tensor: Tensor, inputs: Sequence[Tensor | GradientEdge], values: Tensor, is_grads_batched: bool
-) -> Sequence[Tensor | None]:
-    """Of each input, for one gradient on the tensor or, `is_grads_batched`, for many."""
+def _derived(tensor: Tensor, inputs: Any, values: Tensor, is_grads_batched: bool) -> Sequence[Tensor | None]:
+    """Of each input, a tensor or a `GradientEdge`, for one gradient on the tensor or, `is_grads_batched`, for many."""
     return torch.autograd.grad(
         tensor, inputs, values, is_grads_batched=is_grads_batched, retain_graph=True, allow_unused=True
     )

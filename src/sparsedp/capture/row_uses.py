@@ -10,23 +10,20 @@ A rule sees each row as if it were a unit. What it finds for the rows is then br
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from sparsedp.capture.expressions import Placed
 from sparsedp.capture.names import operands_of
 from sparsedp.capture.ops.grouped import GROUPED
+from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.owned_rows import place_of, spread
 from sparsedp.capture.tensors import KnownTensors
 from sparsedp.capture.units import Owners, Rows, UnitAxis, placed_rows
 from sparsedp.capture.uses import of_owners
 
-if TYPE_CHECKING:
-    from sparsedp.capture.capture import Capture
 
-
-def by_rows(capture: Capture, known: KnownTensors, name: str, args: tuple, kwargs: dict) -> RowsAsUnits | None:
+def by_rows(capture: CaptureForRules, known: KnownTensors, name: str, args: tuple, kwargs: dict) -> RowsAsUnits | None:
     """For a rule of an operation on rows that have owners: the capture with rows for units. None for other operations."""
     if name in GROUPED or name == "embedding_bag":  # whose rule looks at owners itself
         return None
@@ -40,11 +37,11 @@ def by_rows(capture: Capture, known: KnownTensors, name: str, args: tuple, kwarg
 class RowsAsUnits:
     """A forward pass as rules for the use of parameters see it, with the rows of `owners` in the place of units."""
 
-    def __init__(self, capture: Capture, known: KnownTensors, owners: Owners) -> None:
+    def __init__(self, capture: CaptureForRules, known: KnownTensors, owners: Owners) -> None:
         self._capture, self._known, self._owners = capture, known, owners
         self.is_data, self.expression, self.rows = capture.is_data, capture.expression, capture.rows
         self.is_end_to_end, self.keep = capture.is_end_to_end, capture.keep
-        self.resumed, self.refuse = capture.resumed, capture.refuse
+        self.resumed, self.refuse, self.place_parts = capture.resumed, capture.refuse, capture.place_parts
 
     @property
     def units(self) -> int:
