@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,20 @@ def squares(out: Tensor, target: Tensor) -> Tensor:
 
 def bce(out: Tensor, y: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(out, y)
+
+
+def test_the_page_about_it_shows_what_it_prints(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "explain.md").read_text(encoding="utf-8")
+    model, call = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    error, printed = re.findall(r"^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "model.py").write_text(model)
+    scope: dict[str, Any] = {}
+    exec(compile(model, str(tmp_path / "model.py"), "exec", dont_inherit=True), scope)
+    exec(compile(call, "<call>", "exec", dont_inherit=True), scope)
+    assert str(scope["explanation"]).replace(f"{tmp_path}/", "") == printed.rstrip()
+    with pytest.raises(sparsedp.UnitsMixedError) as caught:
+        sparsedp.check(scope["Model"](), F.cross_entropy, (scope["ids"], scope["target"]))
+    assert str(caught.value.refusal).replace(f"{tmp_path}/", "") == error.rstrip()
 
 
 class Faulty(nn.Module):
@@ -279,7 +295,7 @@ def test_bad_input_is_named(module: nn.Module, loss: Any, batch: Any, words: str
 
 
 def test_a_module_is_asked_for() -> None:
-    with pytest.raises(TypeError, match="torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
         sparsedp.explain(lambda x: x, squares, (X, Y))  # type: ignore[arg-type]
 
 
