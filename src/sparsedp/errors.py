@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import pickle
+import textwrap
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,6 +27,7 @@ def one_line(error: BaseException) -> str:
     return text if isinstance(error, (SparseDPError, OSError)) else f"{type(error).__name__}: {text}"
 
 
+_WIDTH = 120  # of a refusal that is printed for itself
 # Words of reasons that say themselves why something is refused.
 _SAYING_THE_RISK = ("clipping bounds nothing", "void the guarantee", "without noise")
 
@@ -73,8 +75,7 @@ class Refusal:
         return {**asdict(self), "operands": list(self.operands), "suggestion": list(self.suggestion)}
 
     def __str__(self) -> str:
-        details = self.details()
-        return f"{self.error}: {self.reason}" + (f"\n{details}" if details else "")
+        return "\n".join(filter(None, [*textwrap.wrap(f"{self.error}: {self.reason}", _WIDTH), self.details()]))
 
 
 class SparseDPError(Exception):

@@ -64,7 +64,7 @@ class Explanation:
         ]
         lines += _way(self.operations)
         for number, refusal in enumerate(self.refusals, 1):
-            lines += ["", f"Refusal {number} of {len(self.refusals)}. {refusal}"]
+            lines += ["", f"Refusal {number} of {len(self.refusals)}", str(refusal)]
         if self.notes:
             lines += ["", *(f"Note: {note}" for note in self.notes)]
         if self.ok:

@@ -77,13 +77,14 @@ def mean_of_all(place: Place | None) -> tuple[str, ...]:
 
 
 def functional(place: Place | None, operation: str) -> tuple[str, ...]:
-    """torch.nn.functional's form of an operation in place of torch's."""
+    """torch.nn.functional.embedding in place of torch.embedding, which takes the table first."""
 
     def change(tree: ast.stmt) -> ast.stmt | None:
         call = _only_call(tree, operation)
-        if call is None or not isinstance(call.func, ast.Attribute):
+        if operation != "embedding" or call is None or len(call.args) != 2 or call.keywords:
             return None
-        call.func = ast.parse(f"torch.nn.functional.{operation}", mode="eval").body
+        call.func = ast.parse("torch.nn.functional.embedding", mode="eval").body
+        call.args.reverse()
         return tree
 
     return _patch(place, change)

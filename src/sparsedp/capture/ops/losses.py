@@ -26,12 +26,14 @@ def _loss(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None
         scores = call.argument(0, "input")
         if source.ndim == scores.ndim and axis.dim == min(1, scores.ndim - 1):
             return Mixed("a softmax over units")
+        if source is call.argument(2, "weight"):
+            return Mixed("weights of classes that the units decide")  # each unit takes that of its own target
     reduction = call.kwargs.get("reduction", "mean")
     if reduction != "none":
         return Mixed("mean" if _counts_everything(call) else VALID_POSITIONS)
     if call.name not in OF_CLASSES:
         return aligned(call, source, axis)
-    return axis if axis == UnitAxis(0) and call.out.ndim and call.out.shape[0] == source.shape[0] else None
+    return axis if axis.dim == 0 and call.out.ndim and call.out.shape[0] == source.shape[0] else None
 
 
 @axis_rule("sequence_loss", joint=True)
