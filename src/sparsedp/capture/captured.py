@@ -64,7 +64,11 @@ class Captured:
         uses = [use for parts in self.uses.values() for use in parts.all]
         tensors = [value for use in uses for value in vars(use).values() if isinstance(value, Tensor)]
         tensors += [
-            value for parts in self.uses.values() for use in parts.carrieds for part in use.parts for value in part.memory
+            value
+            for parts in self.uses.values()
+            for use in parts.carrieds
+            for part in use.parts
+            for value in part.memory
         ]
         memory = {tensor.untyped_storage().data_ptr() for tensor in tensors}
         self.kept = [kept for kept in self.kept if kept.get().untyped_storage().data_ptr() in memory]

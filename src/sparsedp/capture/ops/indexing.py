@@ -231,7 +231,11 @@ def _ids_of_rows(index: Any) -> Any:
     if not isinstance(index, tuple) or not index:
         return index
     first, *others = index
-    return first if all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in others) else index
+    return (
+        first
+        if all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in others)
+        else index
+    )
 
 
 @reads_rows(torch.index_select, Tensor.index_select)

@@ -20,6 +20,6 @@ from sparsedp.capture.uses.softmax import Softmax
 from sparsedp.capture.uses.softmax_loss import Passed, SoftmaxLoss, checked_targets
 
 __all__ = [
-    "Bucket", "Built", "Carried", "Linear", "Lookup", "ParameterUses", "Part", "Passed", "RowNorms", "RowSparse", "Softmax", "SoftmaxLoss",
-    "Use", "checked_targets", "slack",
+    "Bucket", "Built", "Carried", "Linear", "Lookup", "ParameterUses", "Part", "Passed", "RowNorms", "RowSparse", "Softmax",
+    "SoftmaxLoss", "Use", "checked_targets", "slack",
 ]  # fmt: skip

@@ -121,9 +121,7 @@ def _softmax_built(softmax: Softmax, built: Built, units: int, row_norms: RowNor
 
 
 def _carried_other(carried: Carried, other: Use, units: int, row_norms: RowNorms) -> Tensor:
-    parts = [
-        inner(built, _of_unit(other, unit), 1, RowNorms()).double() for unit, built in enumerate(carried.each())
-    ]
+    parts = [inner(built, _of_unit(other, unit), 1, RowNorms()).double() for unit, built in enumerate(carried.each())]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
 
 
