@@ -84,11 +84,6 @@ class Expression:
     def small(self) -> bool:
         return sum(parameter.numel() for _, parameter in self.parameters) <= SMALL
 
-    @property
-    def is_computed(self) -> bool:
-        """Neither a view of a parameter nor rows of it."""
-        return self.ids is None and not self.is_view
-
     def viewed(self, tensor: Tensor) -> Expression:
         """Of `tensor`, a view of this one's with its history. It is not known to be rows."""
         return Expression(tensor, self.parameters, None, self.drawn, self.rows)
@@ -234,6 +229,18 @@ def _is_written_out(expression: Expression, units: int, size: int) -> bool:
     return expression.small or units * size <= _WRITTEN * SMALL
 
 
+def carried_elements(expression: Expression, copies: int = 1) -> int:
+    """Elements of one unit's gradient that are written out on their way to the parameters; `copies` are in the expression.
+
+    0 for rows, and for views of a block: their gradient is the parameters' as it is.
+    """
+    if expression.ids is not None or (expression.is_view and _is_block(expression)):
+        return 0
+    by_rows = {rows.name for rows in expression.rows}
+    in_full = sum(parameter.numel() for name, parameter in expression.parameters if name not in by_rows)
+    return expression.tensor.numel() // max(copies, 1) + sum(rows.elements for rows in expression.rows) + in_full
+
+
 def _lookup(ids: Tensor, grad: Tensor) -> Lookup:
     """ids (B, ...), grad (B, ..., d)."""
     count = ids.shape[0]
@@ -349,7 +356,7 @@ def _carrier(expression: Expression, parameter: Tensor) -> Callable[[Tensor], Te
 def _gradients(expression: Expression, values: Tensor, origins: Sequence[Origin]) -> Sequence[Tensor | None]:
     """Of parameters or rows, (k, ...), for the gradients `values` (k, *shape) on the expression."""
     expression.require_unchanged()
-    inputs = [origin.edge if isinstance(origin, TableRows) else origin for origin in origins]
+    inputs: list[Any] = [origin.edge if isinstance(origin, TableRows) else origin for origin in origins]
     with torch.enable_grad():
         if len(values) > 1:
             try:
@@ -360,8 +367,8 @@ def _gradients(expression: Expression, values: Tensor, origins: Sequence[Origin]
     return [None if grad[0] is None else torch.stack([g.to_dense() for g in grad]) for grad in zip(*each)]
 
 
-def _derived(tensor: Tensor, inputs: Any, values: Tensor, is_grads_batched: bool) -> Sequence[Tensor | None]:
-    """Of each input, a tensor or a `GradientEdge`, for one gradient on the tensor or, `is_grads_batched`, for many."""
+def _derived(tensor: Tensor, inputs: Sequence[Any], values: Tensor, is_grads_batched: bool) -> Sequence[Tensor | None]:
+    """Of each input, a tensor or an edge, for one gradient on the tensor or, `is_grads_batched`, for many."""
     return torch.autograd.grad(
         tensor, inputs, values, is_grads_batched=is_grads_batched, retain_graph=True, allow_unused=True
     )

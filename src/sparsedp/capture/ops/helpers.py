@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from sparsedp.capture.expressions import MAX_CARRIED, Expression
+from sparsedp.capture.expressions import MAX_CARRIED, Expression, carried_elements
 from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.units import UnitAxis, unit_first
 
@@ -40,15 +40,13 @@ def require_functional(capture: CaptureForRules, name: str, func: Callable, func
 
 def require_affordable(capture: CaptureForRules, name: str, expression: Expression, copies: int = 1) -> None:
     """Raises if one unit's gradient through a computed copy is too large to be written out; `copies` are in the expression."""
-    if not expression.is_computed:
-        return
-    elements = expression.tensor.numel() // max(copies, 1) + sum(p.numel() for _, p in expression.parameters)
+    elements = carried_elements(expression, copies)
     if elements > MAX_CARRIED:
         raise capture.refuse(
             name,
             expression.names,
-            f"the parameter is used through a computed copy, and the gradient of one unit would have {elements:,} elements, "
-            f"more than the {MAX_CARRIED:,} that are written out at a time",
+            "the parameter is used through a computed copy or an unusual view, and the gradient of one unit would have "
+            f"{elements:,} elements, more than the {MAX_CARRIED:,} that are written out at a time",
             "apply the computation to the activations, or use nn.Linear, nn.Embedding, F.linear or x @ W on "
             "the parameter",
         )
