@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSparse, join_digests
+from sparsedp.capture.compiled import WithoutCompilation
 from sparsedp.capture.precision import LOW_PRECISION
 from sparsedp.clipping import Clipping
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnitsMixedError
@@ -286,7 +287,8 @@ class _Trial:
 
     def _loss(self, batch: Any, captured: bool) -> Tensor:
         args, kwargs, target = ((), batch, batch) if isinstance(batch, Mapping) else (batch[:-1], {}, batch[-1])
-        with nullcontext() if captured else Replaced(self.draws):  # capture itself replaces what forward draws
+        # Capture itself replaces what forward draws, and runs compiled parts uncompiled.
+        with nullcontext() if captured else Replaced(self.draws), WithoutCompilation():
             out = self._module(*args, **kwargs)
         with Replaced(self.draws):
             loss = self._loss_fn(out, target)

@@ -27,7 +27,7 @@ from sparsedp.plan import PrivacyPlan, default_delta, require_delta
 from sparsedp.prediction import TouchStatistics, statistics_from_counts, statistics_from_data
 from sparsedp.preparation import Preparation
 from sparsedp.progress import Progress, no_progress
-from sparsedp.refusals import private_parameters, refuse_module, refuse_optimizer
+from sparsedp.refusals import private_parameters, refuse_module, refuse_optimizer, warn_of_compiled_parts
 from sparsedp.sampling import PrivateLoader
 from sparsedp.settings import ExecutionSettings, PrivacySettings, SettingsKeywords, read_settings, takes_settings
 from sparsedp.signature import read_key, sign_order
@@ -148,6 +148,7 @@ class PrivacyEngine:
         if isinstance(optimizer, PrivateOptimizer):
             raise UnsupportedError("The optimizer is private already.")
         refuse_module(module)
+        warn_of_compiled_parts(module)
         refuse_optimizer(optimizer, module, settings.mechanism)
         parameters = private_parameters(module, optimizer)
         trained = {name for name, p in parameters.items() if p.requires_grad}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from torch.optim import Optimizer
 
 from sparsedp._torch import BatchNormBase
 from sparsedp.capture.refused import risk_of
-from sparsedp.errors import Refusal, UnsupportedError
+from sparsedp.errors import Refusal, SparseDPWarning, UnsupportedError
 from sparsedp.fused import is_replaced
 from sparsedp.mechanisms import Mechanism
 from sparsedp.tables import find_tables
@@ -26,6 +27,11 @@ def refuse_module(module: nn.Module) -> None:
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise UnsupportedError(
             f"{type(module).__name__} splits batches over processes. Pass the wrapped module itself."
+        )
+    if _is_compiled(module):
+        raise UnsupportedError(
+            f"{type(module).__name__}: torch.compile of the whole module hides its operations. Pass the module from before "
+            "compilation. Parts of it may be compiled; they run uncompiled while the module is private."
         )
     for refused in refused_parts(module):
         raise refused.error
@@ -69,10 +75,27 @@ def _replacement(name: str, part: nn.Module) -> tuple[str, ...]:
     return f"- {target}{old}", f"+ {target}{new}"
 
 
+def _is_compiled(module: nn.Module) -> bool:
+    """By torch.compile(module) or module.compile()."""
+    return type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+
+
+def warn_of_compiled_parts(module: nn.Module) -> None:
+    """Says that they gain nothing from it."""
+    names = [name for name, part in module.named_modules() if _is_compiled(part)]
+    if names:
+        warnings.warn(
+            f"Module '{names[0]}' was compiled by torch.compile. Compiled code hides its operations, so it runs uncompiled while "
+            "the module is private.",
+            SparseDPWarning,
+            stacklevel=3,
+        )
+
+
 def _why_not(module: nn.Module) -> str | None:
     trained = any(p.requires_grad for p in module.parameters(recurse=False))
-    if type(module).__name__ == "OptimizedModule" or isinstance(module, torch.jit.ScriptModule):
-        return "a compiled or scripted module hides its operations. Use the module from before compilation."
+    if isinstance(module, torch.jit.ScriptModule):
+        return "a scripted module hides its operations. Use the module from before."
     if isinstance(module, BatchNormBase) and module.training:
         return (
             "batch statistics mix the units of a batch. Use GroupNorm or LayerNorm, or freeze the layer "

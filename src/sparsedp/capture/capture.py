@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from sparsedp._torch import function_mode_at, function_mode_count, functorch_interpreter, saved_tensor_hooks
 from sparsedp.capture.captured import Captured
+from sparsedp.capture.compiled import WithoutCompilation
 from sparsedp.capture.expressions import Expression, Placed
 from sparsedp.capture.forward_pass import ForwardPass, HasUnits, UnannouncedBatch
 from sparsedp.capture.functions import Functions
@@ -131,6 +132,7 @@ class Capture:
         self._handles: list[Any] = []
         self._functions = Functions(self, generator)
         self._scripted = ScriptedFunctions(self, self._functions.halves)
+        self._uncompiled = WithoutCompilation()
         self._forward_only_batch: HasUnits | None = None
         self.draws = Draws(RandomKey.from_os()) if draws is None else draws
         self._generators = GlobalGenerators()
@@ -190,6 +192,7 @@ class Capture:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
             self._functions.begin()
             self._scripted.begin()
+            self._uncompiled.__enter__()
         self._pass.modules.append(name)
 
     def _begin(self, name: str, args: tuple, kwargs: dict) -> None:
@@ -248,6 +251,7 @@ class Capture:
     def _leave(self) -> None:
         self._pass.modules.pop()
         if not self._pass.modules:
+            self._uncompiled.__exit__(None, None, None)
             self._functions.end()
             self._scripted.end()
             self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
@@ -512,7 +516,7 @@ class Capture:
         state.went_back = True
         self._scripted.begin()
         try:
-            with self._mode:
+            with self._mode, self._uncompiled:
                 yield
         finally:
             self._scripted.end()

@@ -155,6 +155,24 @@ def add_rows(
     out.add_(total.to(out.dtype))
 
 
+def add_weighted_rows(out: Tensor, values: Tensor, factors: Tensor) -> None:
+    """Adds the sum over k of factors[k] * values[k] to `out` (n,), for `values` (K, n), added up in float64.
+
+    In float32 thousands of equal terms lose the same last digits one after another, which may come to as much as a term.
+    """
+    if compiled(out, values, factors):
+        flat, stride = _flat(values)
+        target, weights = out.numpy(), factors.numpy()
+        pieces = split(len(out), len(values))
+        on_all_cores(lambda part: _add_weighted_rows(target, flat, stride, weights, part.start, part.stop), pieces)
+        return
+    total = torch.zeros(out.shape, dtype=torch.float64, device=out.device)
+    size = max(1, _FEW // max(1, values.shape[1]))
+    for first in range(0, len(values), size):
+        total.addmv_(values[first : first + size].double().mT, factors[first : first + size].double())
+    out.add_(total.to(out.dtype))
+
+
 def squared_sums(
     begin: Tensor, end: Tensor, order: Tensor, first: int, grad: Tensor, source: Tensor | None, weight: Tensor | None
 ) -> Tensor:
@@ -306,6 +324,19 @@ def _outer_products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
             for j in range(width):
                 out[n, i * width + j] = a[n, i] * b[n, j]
     return out
+
+
+@njit(cache=True, nogil=True)
+def _add_weighted_rows(
+    out: np.ndarray, values: np.ndarray, stride: int, factors: np.ndarray, first: int, last: int
+) -> None:
+    total = np.zeros(last - first, np.float64)
+    for k in range(len(factors)):
+        factor, row = np.float64(factors[k]), values[k * stride + first : k * stride + last]
+        for j in range(last - first):
+            total[j] += factor * np.float64(row[j])
+    for j in range(last - first):
+        out[first + j] += total[j]
 
 
 @njit(cache=True, nogil=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture.uses.base import Bucket, RowNorms, Use, not_among
+from sparsedp.kernels.loops import add_weighted_rows
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Built(Use):
 
     def add_weighted_sum(self, out: Tensor, factors: Tensor) -> None:
         start, stop = self.span
-        out[start:stop].addmv_(self.values.mT, factors.to(self.values.dtype))
+        add_weighted_rows(out[start:stop], self.values, factors.to(self.values.dtype))
 
     def restricted(self, rows: Tensor, width: int) -> Built:
         first, last = self.span

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsedp.capture import products
 from sparsedp.capture.uses.base import Bucket, RowNorms, Use, not_among
 from sparsedp.capture.uses.built import Built
-from sparsedp.kernels.loops import outer_products
+from sparsedp.kernels.loops import add_weighted_rows, outer_products
 
 # Elements of a matrix up to which its gradient may be written out for every unit.
 _MAX_WRITTEN_OUT = 1 << 16
@@ -105,8 +105,14 @@ class Linear(Use):
             grad = grad * scale
         else:
             inputs = inputs * scale
-        block = out[self.offset : self.offset + height * width].view(height, width)
-        block.addmm_(grad.reshape(-1, height).mT, inputs.reshape(-1, width))
+        block = out[self.offset : self.offset + height * width]
+        grads, rows = grad.reshape(-1, height), inputs.reshape(-1, width)
+        if height == 1:  # torch adds up a product with a vector one term after another, in float32
+            add_weighted_rows(block, rows, grads[:, 0])
+        elif width == 1:
+            add_weighted_rows(block, grads, rows[:, 0])
+        else:
+            block.view(height, width).addmm_(grads.mT, rows)
 
     def restricted(self, rows: Tensor, width: int) -> Linear | Built:
         inputs, grad = self.inputs, self.grad
