@@ -84,11 +84,17 @@ def rows_made(name: str, args: tuple, kwargs: dict, outputs: list[Tensor], info_
     return None if maker is None or not outputs else maker(args, kwargs, outputs, info_of, units)
 
 
+def _where(args: tuple, kwargs: dict, outputs: list[Tensor], info_of: InfoOf, units: int) -> list[Info] | None:
+    """torch.where(mask); with three operands it picks values."""
+    return _positions(args, kwargs, outputs, info_of, units) if len(args) + len(kwargs) == 1 else None
+
+
 def _positions(args: tuple, kwargs: dict, outputs: list[Tensor], info_of: InfoOf, units: int) -> list[Info] | None:
-    """torch.where(mask) and nonzero: the numbers of the rows that have what the mask says, and their other positions."""
-    mask = args[0] if args else next(iter(kwargs.values()))
-    if not isinstance(mask, Tensor) or len(operands_of(args, kwargs)) != 1:
-        return None  # torch.where with three operands
+    """nonzero: the numbers of the rows that have what a mask says, and their other positions."""
+    given = operands_of(args, kwargs)
+    if len(given) != 1 or kwargs.get("out") is not None:
+        return None
+    (mask,) = given
     info = info_of(mask)
     if isinstance(info, Mixed):
         return [NUMBERED] * len(outputs) if type(info) is Mixed else None
@@ -191,7 +197,7 @@ def _time_steps(args: tuple, kwargs: dict, outputs: list[Tensor], info_of: InfoO
 
 
 _MAKERS: dict[str, Callable[[tuple, dict, list[Tensor], InfoOf, int], list[Info] | None]] = {
-    "where": _positions,
+    "where": _where,
     "nonzero": _positions,
     "sort": _sorted,
     "argsort": _sorted,
