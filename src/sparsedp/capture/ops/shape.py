@@ -105,6 +105,17 @@ def _reshape(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     return None
 
 
+@axis_rule("as_strided")
+def _as_strided(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    """Parts of each unit's memory, which may overlap, where units follow one another in memory."""
+    out = call.out
+    if axis.dim != 0 or not out.ndim or not source.is_contiguous() or out.shape[0] != source.shape[0]:
+        return None
+    step, start = source.stride(0), out.storage_offset() - source.storage_offset()
+    last = start + sum((size - 1) * stride for size, stride in zip(out.shape[1:], out.stride()[1:]))
+    return axis if out.stride(0) == step and start >= 0 and last < step and out.numel() else None
+
+
 @axis_rule("expand", "broadcast_to", "repeat", "tile", "expand_as")
 def _expand(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis:
     return axis.shifted(call.out.ndim - source.ndim)
