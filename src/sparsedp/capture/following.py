@@ -36,6 +36,32 @@ def follow(
     where: Callable[[], str],
 ) -> Info:
     """What is known of `out`, the result of an operation on `operands`; raises if it mixes units for certain."""
+    info = _follow(name, args, kwargs, operands, out, units, where)
+    if units == 1 and out.ndim and not _is_placed(info, out) and all(_is_plain(each) for _, each in operands):
+        return UnitData(UnitAxis(0, max(out.shape[0], 1)))  # all of it is of the only unit
+    return info
+
+
+def _is_placed(info: Info, out: Tensor) -> bool:
+    if not isinstance(info, UnitData):
+        return False
+    return info.rows is not None or info.numbers is not None or (info.axis is not None and info.axis.fits(out.shape, 1))
+
+
+def _is_plain(info: Info) -> bool:
+    """Whether it is of the units of this batch, each row in a place that does not count."""
+    return isinstance(info, UnitData) and info.numbers is None
+
+
+def _follow(
+    name: str,
+    args: tuple,
+    kwargs: dict,
+    operands: list[tuple[Tensor, Info]],
+    out: Tensor,
+    units: int,
+    where: Callable[[], str],
+) -> Info:
     call = Call(plain_name(name), args, kwargs, out, units, len(operands))
     if any(tensor.is_nested for tensor, _ in operands):
         return follow_nested(call, operands)

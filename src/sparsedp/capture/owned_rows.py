@@ -87,11 +87,17 @@ def rows_made(
     return None if maker is None or not outputs else maker(args, kwargs, outputs, info_of, units)
 
 
+def _where(args: tuple, kwargs: dict, outputs: list[Tensor], info_of: InfoOf, units: int) -> list[Info] | None:
+    """torch.where(mask); with three operands it picks values."""
+    return _positions(args, kwargs, outputs, info_of, units) if len(args) + len(kwargs) == 1 else None
+
+
 def _positions(args: tuple, kwargs: dict, outputs: list[Tensor], info_of: InfoOf, units: int) -> list[Info] | None:
-    """torch.where(mask) and nonzero: the numbers of the rows that have what the mask says, and their other positions."""
-    mask = args[0] if args else next(iter(kwargs.values()))
-    if not isinstance(mask, Tensor) or len(operands_of(args, kwargs)) != 1:
-        return None  # torch.where with three operands
+    """nonzero: the numbers of the rows that have what a mask says, and their other positions."""
+    given = operands_of(args, kwargs)
+    if len(given) != 1 or kwargs.get("out") is not None:
+        return None
+    (mask,) = given
     info = info_of(mask)
     if isinstance(info, Mixed):
         return [NUMBERED] * len(outputs) if type(info) is Mixed else None
@@ -194,7 +200,7 @@ def _time_steps(args: tuple, kwargs: dict, outputs: list[Tensor], info_of: InfoO
 
 
 _MAKERS: dict[str, Callable[[tuple, dict, list[Tensor], InfoOf, int], list[Info] | None]] = {
-    "where": _positions,
+    "where": _where,
     "nonzero": _positions,
     "sort": _sorted,
     "argsort": _sorted,
@@ -264,6 +270,8 @@ def _numbers_after(call: Call, operands: list[tuple[Tensor, Info]]) -> Info | No
     first_column = call.name == "getitem" and isinstance(call.args[1], tuple) and call.args[1] == (slice(None), 0)
     if call.out.numel() == count and (call.name in _SAME_NUMBERS or first_column):
         return info
+    if call.name in ("expand", "expand_as") and source.ndim == 2 and call.out.shape[0] == count:
+        return info  # (n, 1) as (n, width), for gather
     divisor = call.argument(1, "other")
     inner = numbers.counted.inner
     if not isinstance(divisor, int) or source is not call.args[0] or inner is None or divisor <= 0 or inner % divisor:
@@ -446,6 +454,8 @@ def _owners_picked(index: _Index, place: Place, is_axis: bool) -> Owners | None:
         # Constants may bring units into another order. What they pick from some units and not from others, or from rows that
         # units made, they pick by place.
         order, every = facing.values.cpu(), torch.arange(len(place.owners.units))
+        if len(index.columns) == 1 and (not len(order) or torch.equal(order, every)):
+            return place.owners if len(order) else Owners(every[:0])  # all rows, or none, whoever they are
         is_order = order.shape == every.shape and torch.equal(order.sort().values, every)
         return Owners(order) if is_axis and is_order and place.owners.inner == 1 and len(index.columns) == 1 else None
     if facing.counted is None or not facing.counted.same(place.owners):
@@ -577,6 +587,26 @@ def _inverse(target: Tensor, items: list[Any], values: Any, info_of: InfoOf) -> 
     return UnitData(None, numbers=RowNumbers(numbers.counted, numbers.owners))
 
 
+def _gathered(call: Call, info_of: InfoOf) -> Info | None:
+    """gather of rows by their numbers, which are the same in all columns."""
+    source, index = call.argument(0, "input"), call.argument(2, "index")
+    info, numbers = info_of(source), info_of(index)
+    place = place_of(source, info, call.units)
+    if (
+        place is None
+        or not isinstance(numbers, UnitData)
+        or numbers.numbers is None
+        or call.argument(1, "dim") != place.dim
+    ):
+        return None
+    if place.dim != 0 or index.ndim != source.ndim or source.ndim > 2:
+        return None
+    column = index if index.ndim == 1 else index[:, 0]
+    picked = _Index([_Column(0, column, numbers.numbers.owners, numbers.numbers.counted)], 0)
+    owners = _owners_picked(picked, place, is_axis=False)
+    return None if owners is None else placed_rows(0, owners)
+
+
 def _scattered(call: Call, info_of: InfoOf) -> Info | None:
     return _inverse(call.args[0], [call.argument(2, "index")], call.argument(3, "src", "value"), info_of)
 
@@ -590,4 +620,5 @@ _SPECIAL: dict[str, Callable[[Call, InfoOf], Info | None]] = {
     "index_add": _put,
     "index_copy": _put,
     "scatter": _scattered,
+    "gather": _gathered,
 }

@@ -15,8 +15,9 @@ from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.history import HiddenHistory
 from sparsedp.capture.names import all_tensors, operands_of
 from sparsedp.capture.ops.lookups import OTHER_ORDER, moved_ids, public_ids
+from sparsedp.capture.ops.registry import Call
 from sparsedp.capture.ops.shape import SHAPE_ONLY
-from sparsedp.capture.owned_rows import rows_made
+from sparsedp.capture.owned_rows import follow_rows, rows_made
 from sparsedp.capture.places import Origins
 from sparsedp.capture.tape import Tape
 from sparsedp.capture.tensors import CONSTANT, DRAWN, SHARED, Derived, KnownTensors
@@ -98,6 +99,12 @@ class Results:
             if torch.is_grad_enabled():
                 raise
             return UnitData(None)  # evaluation may mix units; training refuses what comes of it
+
+    def follow_rows(self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor) -> Info | None:
+        """What is known of `out` by the owners of rows; None where other rules say."""
+        operands: list[tuple[Tensor, Info]] = [(tensor, self._known[tensor]) for tensor in data]
+        call = Call(name, args, kwargs, out, self._current.units, len(operands))
+        return follow_rows(call, operands, self._current.where)
 
     def run_unfollowed(self, name: str, func: Callable, args: tuple, kwargs: dict, data: list[Tensor]) -> Any:
         """An operation on units without a rule, which may change its operands although its name does not say so."""

@@ -82,6 +82,9 @@ class ScriptedFunctions:
         for kept in self._halves(units, is_first) if is_known and units > 1 else ():
             source = torch.where(kept, torch.arange(units), kept.nonzero()[0])
             others.append((kept, run([exchanged(tensor, axis, source) for tensor, axis in zip(copies, axes)])))
+        if is_known and units == 1:  # no other unit to exchange it for: its own values in another order
+            turned = [tensor.flip(-1) if tensor.ndim else tensor for tensor in copies]
+            others.append((torch.zeros(1, dtype=torch.bool), run(turned)))
         for number, out in enumerate(first):
             if others and all(unchanged(out, other[number]) for _, other in others):
                 yield _CONSTANT

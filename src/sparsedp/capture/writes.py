@@ -136,6 +136,10 @@ class Writes:
             return before  # a constant was written
         if self._current.units == 1 and _is_placed(before) and all(_is_unit(self._known[tensor]) for tensor in written):
             return before  # whatever was written is of the only unit
+        if name == "setitem" and written:
+            of_rows = self._results.follow_rows(name, args, kwargs, data, target)
+            if of_rows is not None:
+                return of_rows
         if name == "setitem" and is_by_numbers(args[1]):
             return self._results.follow("index_put", args, kwargs, data, target)
         if name == "setitem" and len(written) == 1 and self._is_mask_of(written[0], args[1], before):

@@ -189,9 +189,10 @@ def written_axis(target: Tensor, index: Any, value_axis: UnitAxis, value: Tensor
     wanted = value_axis.shifted(part.ndim - value.ndim)
     call = Call("getitem", (target, index), {}, part, units)
     candidates = [
-        UnitAxis(dim)
+        UnitAxis(dim, inner)
         for dim, size in enumerate(target.shape)
-        if size == units and _getitem_axis(call, target, UnitAxis(dim)) == wanted
+        for inner in {1, value_axis.inner}
+        if size == units * inner and _getitem_axis(call, target, UnitAxis(dim, inner)) == wanted
     ]
     return candidates[0] if len(candidates) == 1 else None
 

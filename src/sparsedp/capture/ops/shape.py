@@ -16,6 +16,7 @@ from sparsedp.capture.units import UnitAxis
 
 # Operations that take from a second operand only its shape, type or device.
 SHAPE_ONLY = {"expand_as", "view_as", "reshape_as", "type_as", "to", "is_same_size"}
+_MAX_NUMBERED = 1 << 24  # elements of memory whose units are written down to see which of them a layout reads
 SHAPE_IN_PLACE.update(("transpose", "swapaxes", "swapdims", "t", "squeeze", "unsqueeze"))
 
 
@@ -103,6 +104,32 @@ def _reshape(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
         if tail <= behind and behind % tail == 0 and before % head == 0 and reaches:
             return UnitAxis(dim, behind // tail)
     return None
+
+
+@axis_rule("as_strided")
+def _as_strided(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
+    """Any elements of the memory: here each row of the result must be made of elements of one unit.
+
+    The units are written into memory of the same layout, and read in the new one.
+    """
+    out, start = call.out, call.out.storage_offset() - source.storage_offset()
+    repeated = any(size > 1 and stride == 0 for size, stride in zip(source.shape, source.stride()))
+    if axis.dim != 0 or not out.ndim or not out.numel() or repeated or start < 0:
+        return None
+    ends = [
+        sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) + 1 for tensor in (source, out)
+    ]
+    if max(ends) > _MAX_NUMBERED:
+        return None
+
+    def units_of(rows: Tensor) -> Tensor:
+        units = torch.arange(rows.shape[0]) // axis.inner % call.units
+        return units.view(-1, *[1] * (rows.ndim - 1))
+
+    memory = torch.full((max(ends[0], start + ends[1]),), -1)
+    memory.as_strided(source.shape, source.stride()).copy_(units_of(source))
+    read = memory.as_strided(out.shape, out.stride(), start)
+    return axis if bool((read == units_of(out)).all()) else None
 
 
 @axis_rule("expand", "broadcast_to", "repeat", "tile", "expand_as")
