@@ -35,6 +35,7 @@ class NoisyGradient:
         self.space = space
         self.selection = selection
         self.values: dict[str, Tensor] = {}
+        self.public: dict[str, Tensor] = {}  # of tables with a selection: what all rows get, which no unit decides
         self._parameters = parameters
         self._index: dict[str, int] = {}  # of the noise of parameters that change as a whole
         self._held: dict[str, Tensor | None] = {}  # those that hold sums: in which rows, ascending; None: in all

@@ -24,7 +24,7 @@ from sparsedp._torch import without_subclasses
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Captured, PublicTerm, RowNorms, RowSpace, TouchedRows, join_digests
 from sparsedp.contribution import touched_rows
-from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnsupportedError
+from sparsedp.errors import NonFiniteGradientError, SparseDPError, SparseDPWarning
 from sparsedp.gradient import NoisyGradient
 from sparsedp.kernels.loops import LARGEST
 from sparsedp.mechanisms.base import Step
@@ -220,17 +220,10 @@ class PrivateStep:
 
     def _require_same_terms(self, terms: list[PublicTerm]) -> None:
         """Terms without units are not clipped: no unit may decide whether they are there, or what they are."""
-        for term in terms:
-            tables = [name for name, _ in term.expression.parameters if name in self.tables]
-            if tables and self.plan.mechanism.selects:
-                raise UnsupportedError(
-                    f"The loss has a term that depends on table '{tables[0]}' alone (a penalty?). Its gradient is as large as "
-                    f"the table, while mechanism {self.plan.mechanism.name!r} changes some rows in a step. Take the penalty out "
-                    "and give the optimizer weight_decay, or use DPSGD(), or let each unit pay for the rows that it looks up."
-                )
         digests = join_digests(terms)
         if self._digests is None:
             self._digests = digests
+            self._warn_of_tables(terms)
         elif self._digests != digests:
             names = ", ".join(dict.fromkeys(term.expression.names for term in terms)) or "the parameters"
             raise SparseDPError(
@@ -239,11 +232,28 @@ class PrivateStep:
                 "examples, a value of the batch, or a factor that changes. Nothing was written."
             )
 
+    def _warn_of_tables(self, terms: list[PublicTerm]) -> None:
+        """Before the first step with terms: on a table, their gradients are as large as the table."""
+        used = {name for term in terms for name, _ in term.expression.parameters if name in self.tables}
+        if used and self.plan.mechanism.selects:
+            name = min(used, key=str)
+            warnings.warn(
+                f"The loss has a term that depends on table '{name}' alone (a penalty?). Its gradient is public and as large as "
+                f"the table, so that each step costs what all {self.tables[name].rows} rows cost, and changes all of them. "
+                "weight_decay of the optimizer is such a penalty on the squares of the weights, which LazyDP settles lazily.",
+                SparseDPWarning,
+                stacklevel=5,
+            )
+
     def _add_terms(self, terms: list[PublicTerm], gradient: NoisyGradient) -> None:
         """The gradients of the terms of the loss that depend on parameters alone, as they are in the loop's own loss."""
         for term in terms:
             for name, grad in term.gradients().items():
-                if name in gradient.values:  # not frozen since forward
+                if name not in gradient.values:  # frozen since forward
+                    continue
+                if name in (gradient.selection or {}):
+                    gradient.public[name] = gradient.public[name] + grad if name in gradient.public else grad.clone()
+                else:
                     gradient.values[name].add_(grad)
 
     def _update(self, gradient: NoisyGradient) -> None:
@@ -263,9 +273,13 @@ class PrivateStep:
         Returns whether some of the gradients are sparse.
         """
         rows = gradient.selection or {}
+        self.owner.settle_all(gradient.public)  # what the terms are made of was read, so that this is done already
         self.owner.advance()  # first: if the update is interrupted, its noise is owed all the same
         for name, parameter in self._parameters.items():
-            if name in rows:
+            if name in gradient.public:
+                total = gradient.public[name].index_add_(0, rows[name], gradient.values[name])
+                self.owner.apply(name, torch.arange(len(total), device=total.device), total)
+            elif name in rows:
                 self.owner.apply(name, rows[name], gradient.values[name])
             elif parameter.requires_grad:
                 parameter.grad = gradient.values[name]

@@ -296,12 +296,78 @@ def test_zero_grad_forgets_it() -> None:
     assert_same(model, wanted)
 
 
-@pytest.mark.parametrize(
-    "mechanism", [sparsedp.LazyDP(), sparsedp.AdaFEST(threshold=1.0, noise_ratio=1.0, map_clip=1.0)]
-)
-def test_a_penalty_on_a_table_needs_a_mechanism_that_changes_all_rows(mechanism: sparsedp.Mechanism) -> None:
-    with pytest.raises(UnsupportedError, match=r"'table\.weight' alone.*weight_decay"):
-        train(Model(of_table), mechanism=mechanism)
+ROW_SPARSE: dict[str, Callable[[], sparsedp.Mechanism]] = {
+    "lazydp": sparsedp.LazyDP,
+    "lazydp by step": lambda: sparsedp.LazyDP(aggregate=False),
+    "eana": sparsedp.EANA,
+    "adafest": lambda: sparsedp.AdaFEST(threshold=1e-12, noise_ratio=1.0, map_clip=1.0),
+    "fest": lambda: sparsedp.FEST(k=7, counts={"table.weight": torch.ones(7)}),
+}
+
+
+def squares_of_table(model: Model, ids: Tensor) -> Tensor:
+    return 0.2 * model.table.weight.norm(2) ** 2 + 0.1 * model.table.weight.exp().mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("penalty", [of_table, squares_of_table])
+@pytest.mark.parametrize("physical", [None, 2])
+@pytest.mark.parametrize("mechanism", ROW_SPARSE)
+def test_a_penalty_on_a_table_is_exact(mechanism: str, penalty: Penalty, physical: int | None) -> None:
+    model = Model(penalty)
+    wanted = reference(model, lambda m: penalty(m, None), DRAWN, "mean")
+    train(model, mechanism=ROW_SPARSE[mechanism](), max_physical_batch=physical)
+    assert_same(model, wanted)
+
+
+@pytest.mark.parametrize("mechanism", ROW_SPARSE)
+def test_a_penalty_on_a_table_is_warned_of_once(mechanism: str) -> None:
+    with pytest.warns(sparsedp.SparseDPWarning, match=r"'table\.weight' alone.*all 7 rows.*weight_decay") as warned:
+        train(Model(of_table), mechanism=ROW_SPARSE[mechanism]())
+    assert sum("alone (a penalty?)" in str(warning.message) for warning in warned) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mechanism", ROW_SPARSE)
+def test_neighbours_differ_by_the_clip_bound_beside_a_penalty_on_a_table(mechanism: str) -> None:
+    """One step on D and on D and one unit more, without noise: the penalty's part is the same in both."""
+    after = []
+    for drawn in ([[0, 3, 4]], [[0, 3, 4, 8]]):
+        model = Model(squares_of_table)
+        train(model, drawn, mechanism=ROW_SPARSE[mechanism]())
+        after.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    moved = float((after[0] - after[1]).norm())
+    assert 0 < moved <= 0.5 / EXPECTED * (1 + 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("mechanism", ["lazydp", "lazydp by step", "adafest"])
+def test_a_run_with_a_penalty_on_a_table_is_resumed(mechanism: str, tmp_path: Path) -> None:
+    def start() -> tuple[Any, ...]:
+        model, engine = Model(squares_of_table), sparsedp.PrivacyEngine(seed=1)
+        return engine, *engine.make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), mechanism=ROW_SPARSE[mechanism](),
+            data_loader=DataLoader(data(), batch_size=EXPECTED), noise_multiplier=1.0, max_grad_norm=1.0,
+        )  # fmt: skip
+
+    def epoch(run: tuple[Any, ...]) -> None:
+        _, module, optimizer, loader = run
+        for batch in loader:
+            optimizer.zero_grad()
+            module(*batch).backward()
+            optimizer.step()
+
+    straight, first, second = start(), start(), start()
+    epoch(straight)
+    epoch(first)
+    straight[0].settle()
+    first[0].save_checkpoint(tmp_path / "run")
+    second[0].load_checkpoint(tmp_path / "run")
+    epoch(straight)
+    epoch(second)
+    for run in (straight, second):
+        run[0].close()
+    assert_same(second[1], straight[1].double())
 
 
 def test_a_penalty_in_the_loop_is_still_refused() -> None:

@@ -40,9 +40,13 @@ class Model(nn.Module):
         self.shared = nn.Embedding(2 * ROWS, 2, padding_idx=0)
         self.out = nn.Linear(9, 1)
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, target: Tensor | None = None) -> Tensor:
+        """Logits or, with a target, the loss with a penalty on a table."""
         parts = [self.one(ids[:, 0]), self.bag(ids), self.shared(ids[:, 1]), self.shared(ids[:, 2])]
-        return self.out(torch.cat(parts, 1)).squeeze(1)
+        logits = self.out(torch.cat(parts, 1)).squeeze(1)
+        if target is None:
+            return logits
+        return binary_cross_entropy_with_logits(logits, target) + 0.05 * self.shared.weight.norm() ** 2
 
 
 def data(skew: float = 4) -> tuple[Tensor, Tensor]:
@@ -84,9 +88,11 @@ class Run:
         seed: int = 3,
         batch_size: int = 6,
         skew: float = 4,
+        penalised: bool = False,
         **sgd: Any,
     ) -> None:
         torch.manual_seed(5)
+        self.penalised = penalised
         self.module = Model().double()
         self.each = each
         self.sizes: list[int] = []  # of the batches
@@ -107,7 +113,9 @@ class Run:
                     self.each(self, self.engine.ledger.steps)
                 self.sizes.append(self.loader.current.units)
                 self.optimizer.zero_grad()
-                if self.sizes[-1]:
+                if self.penalised:
+                    self.module(ids, target.double()).backward()
+                elif self.sizes[-1]:
                     binary_cross_entropy_with_logits(self.module(ids), target.double()).backward()
                 self.optimizer.step()
                 if self.engine.ledger.steps == steps:
@@ -176,6 +184,24 @@ def test_lazy_replays_eager(name: str, steps: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The loss has a term")
+@pytest.mark.parametrize("name", ["plain", "everything", "no noise"])
+def test_a_penalty_on_a_table_replays_eager(name: str) -> None:
+    """A term of the loss without units moves all rows in every step, beside the noise that they wait for."""
+    runs = [
+        Run(mechanism, batch_size=2, penalised=penalised, **SETTINGS[name]).train(20)
+        for mechanism, penalised in (
+            (sparsedp.DPSGD(), True),
+            (sparsedp.LazyDP(aggregate=False), True),
+            (sparsedp.DPSGD(), False),
+        )
+    ]
+    assert 0 in runs[0].sizes and 1 in runs[0].sizes
+    eager, lazy, without = (run.state() for run in runs)
+    assert_same(lazy, eager)
+    assert not torch.allclose(without["shared.weight"], eager["shared.weight"], rtol=1e-3)
+
+
 @pytest.mark.parametrize("skew", [1, 12])
 def test_replay_whatever_is_read(skew: float) -> None:
     """All rows alike, or nearly always the same few."""

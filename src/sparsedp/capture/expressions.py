@@ -23,6 +23,8 @@ from sparsedp.capture import products
 from sparsedp.capture.uses import Built, Carried, Linear, Lookup, Part, Use
 from sparsedp.errors import UnsupportedError
 
+# By how many times the precision of the largest element slices may differ that were computed alike.
+_SAME = 16
 # Elements of a parameter up to which its per-unit gradient may be written out.
 SMALL = 1 << 16
 
@@ -198,7 +200,14 @@ def is_shared_along(expression: Expression, dim: int) -> bool:
         tensor = expression.ids
     elif expression.is_view or tensor.stride(dim) == 0:
         return tensor.stride(dim) == 0
-    return dim < tensor.ndim and torch.equal(tensor, tensor.narrow(dim, 0, 1).expand_as(tensor))
+    if dim >= tensor.ndim:
+        return False
+    first = tensor.narrow(dim, 0, 1).expand_as(tensor)
+    if torch.equal(tensor, first) or not tensor.is_floating_point():
+        return torch.equal(tensor, first)
+    # The same computation for each slice, by a matrix product, say, may round each of them otherwise.
+    atol = _SAME * torch.finfo(tensor.dtype).eps * float(tensor.abs().max())
+    return torch.allclose(tensor, first, rtol=0, atol=atol)
 
 
 # ---------------------------------------------------------------------- views, rows, and what is computed
