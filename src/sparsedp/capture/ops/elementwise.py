@@ -106,7 +106,7 @@ def tap(capture: CaptureForRules, name: str, expression: Expression, axis: UnitA
     value = expression.tensor.detach()
     if units == 1 and dim >= 0 and value.shape[dim] not in (1, size):
         # The only unit meets it several times, where its own values are broadcast.
-        require_placeable(capture, name, expression)
+        require_affordable(capture, name, expression)
         shape = (1, *value.shape)
         return capture.record(value, lambda grad: place_built(expression, grad.reshape(shape)), UnitAxis(dim))
     if dim >= 0 and value.shape[dim] != 1:
