@@ -19,12 +19,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from sparsedp._torch import without_functions
 from sparsedp.capture import products
 from sparsedp.capture.uses import Built, Carried, Linear, Lookup, Part, Use
 from sparsedp.errors import UnsupportedError
+from sparsedp.noise import RandomKey
 
 # By how many times the precision of the largest element slices may differ that were computed alike.
 _SAME = 16
+# Likewise gradients that go back from these slices.
+_ROUNDED = 64
 # Elements of a parameter up to which its per-unit gradient may be written out.
 SMALL = 1 << 16
 
@@ -53,6 +57,7 @@ class Expression:
     parameters: tuple[tuple[str, Tensor], ...]
     ids: Tensor | None = None  # of a lookup with public ids: tensor = parameter[ids]
     drawn: bool = False  # whether numbers that were drawn from the key in this pass have a part in it
+    alike: frozenset[int] = frozenset()  # of what is drawn: dimensions along which slices differ by the draws alone
     rows: tuple[TableRows, ...] = ()  # for a table of which it depends on these rows alone
     version: int = field(init=False)  # how often `tensor` had been changed in place
 
@@ -88,7 +93,7 @@ class Expression:
 
     def viewed(self, tensor: Tensor) -> Expression:
         """Of `tensor`, a view of this one's with its history. It is not known to be rows."""
-        return Expression(tensor, self.parameters, None, self.drawn, self.rows)
+        return Expression(tensor, self.parameters, None, self.drawn, rows=self.rows)
 
     def require_unchanged(self) -> None:
         if self.tensor._version != self.version:
@@ -189,25 +194,55 @@ def place_aligned(expression: Expression, grad: Tensor, dim: int) -> Placed:
 
 
 def is_shared_along(expression: Expression, dim: int) -> bool:
-    """Whether all slices along a dimension are the same part of the parameter, or parts that were drawn from the key.
+    """Whether all slices along a dimension are the same function of the parameters, but for numbers drawn from the key.
 
-    Views and lookups tell by strides and ids. Computed copies (`position.repeat(B, 1, 1)`) by their values.
+    Views and lookups tell by strides and ids. Computed copies (`position.repeat(B, 1, 1)`) by their values and by where
+    gradients go from each slice: rows of a parameter may all be zero at first, and rows by place in the batch all the same.
     """
-    if expression.drawn:  # each unit's part has the same law, whoever else is there
-        return True
     tensor = expression.tensor.detach()
+    if expression.ids is None and tensor.stride(dim) == 0:
+        return True
+    if expression.drawn:  # each unit's part has the same law, whoever else is there
+        return dim in expression.alike
     if expression.ids is not None:
-        tensor = expression.ids
-    elif expression.is_view or tensor.stride(dim) == 0:
-        return tensor.stride(dim) == 0
-    if dim >= tensor.ndim:
-        return False
+        return dim < expression.ids.ndim and _is_repeated(expression.ids, dim)
+    return not expression.is_view and _is_repeated(tensor, dim) and _goes_back_alike(expression, dim)
+
+
+def _is_repeated(tensor: Tensor, dim: int) -> bool:
+    """Whether all slices are the same."""
     first = tensor.narrow(dim, 0, 1).expand_as(tensor)
     if torch.equal(tensor, first) or not tensor.is_floating_point():
         return torch.equal(tensor, first)
     # The same computation for each slice, by a matrix product, say, may round each of them otherwise.
     atol = _SAME * torch.finfo(tensor.dtype).eps * float(tensor.abs().max())
     return torch.allclose(tensor, first, rtol=0, atol=atol)
+
+
+def _goes_back_alike(expression: Expression, dim: int) -> bool:
+    """Whether each slice gives the parameters the same for the same gradient: of random multiples, the sum of the multiples."""
+    tensor, key = expression.tensor, RandomKey.from_os().generator()
+    shape = [size if d == dim else 1 for d, size in enumerate(tensor.shape)]
+    multiples = torch.from_numpy(key.standard_normal(tensor.shape[dim])).to(tensor).view(shape)
+    values = torch.from_numpy(key.standard_normal(tensor.narrow(dim, 0, 1).shape)).to(tensor)
+    first = torch.zeros_like(multiples)
+    first.narrow(dim, 0, 1).fill_(1)
+    parameters = [parameter for _, parameter in expression.parameters]
+    with without_functions(), torch.enable_grad():
+        of_first, of_all = (
+            _derived(tensor, parameters, weights * values, is_grads_batched=False) for weights in (first, multiples)
+        )
+    return all(_are_multiples(one, other, multiples) for one, other in zip(of_first, of_all))
+
+
+def _are_multiples(one: Tensor | None, other: Tensor | None, multiples: Tensor) -> bool:
+    """Whether `other` is the sum of the multiples of `one`, element by element, but for rounding."""
+    if one is None or other is None:
+        return one is other
+    one, other = one.to_dense(), other.to_dense()
+    sizes = float(multiples.abs().sum()) * one.abs()
+    smallest = _ROUNDED * torch.finfo(one.dtype).eps * float(sizes.max()) if sizes.numel() else 0.0
+    return bool(((other - float(multiples.sum()) * one).abs() <= 1e-3 * sizes + smallest).all())
 
 
 # ---------------------------------------------------------------------- views, rows, and what is computed

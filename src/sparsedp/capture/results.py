@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from sparsedp.capture.expressions import Expression, TableRows, joined_origin
+from sparsedp.capture.expressions import Expression, TableRows, is_shared_along, joined_origin
 from sparsedp.capture.following import follow
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.history import HiddenHistory
 from sparsedp.capture.names import all_tensors, operands_of
+from sparsedp.capture.ops.elementwise import POINTWISE
 from sparsedp.capture.ops.lookups import OTHER_ORDER, moved_ids, public_ids
 from sparsedp.capture.ops.registry import Call
 from sparsedp.capture.ops.shape import SHAPE_ONLY
@@ -145,5 +146,19 @@ class Results:
             if tensor.requires_grad and id(tensor) not in known.private:
                 if ids is not None and not rows:
                     rows = (TableRows(parameters[0][0], ids, tensor.numel(), get_gradient_edge(tensor)),)
-                known[tensor] = Derived(parameters, ids, drawn or any(e.drawn for e in expressions), rows)
+                is_drawn = drawn or any(e.drawn for e in expressions)
+                alike = _alike(name, tensor, expressions) if is_drawn else frozenset()
+                known[tensor] = Derived(parameters, ids, is_drawn, alike, rows)
         return out
+
+
+def _alike(name: str, out: Tensor, expressions: list[Expression]) -> frozenset[int]:
+    """Dimensions along which slices of a result, in which drawn numbers have a part, are otherwise the same."""
+    if name not in POINTWISE and "dropout" not in name:
+        return frozenset()
+
+    def is_alike(expression: Expression, dim: int) -> bool:
+        at = dim - (out.ndim - expression.tensor.ndim)
+        return at < 0 or expression.tensor.shape[at] == 1 or is_shared_along(expression, at)
+
+    return frozenset(dim for dim in range(out.ndim) if all(is_alike(expression, dim) for expression in expressions))

@@ -31,6 +31,7 @@ class Derived:
     parameters: tuple[tuple[str, Tensor], ...]
     ids: Tensor | None
     drawn: bool  # whether numbers from the key have a part in it
+    alike: frozenset[int] = frozenset()  # of what is drawn: dimensions along which slices differ by the draws alone
     rows: tuple[TableRows, ...] = ()  # of tables of which it depends on these alone
 
 
@@ -107,7 +108,7 @@ class KnownTensors:
             return parameter
         info = self.get(tensor)
         if isinstance(info, Derived):
-            return Expression(tensor, info.parameters, info.ids, info.drawn, info.rows)
+            return Expression(tensor, info.parameters, info.ids, info.drawn, info.alike, info.rows)
         return None
 
     def info(self, tensor: Tensor) -> Any:

@@ -93,7 +93,10 @@ def _unflattened(expression: Expression, dim: int, sizes: tuple[int, int, int]) 
     """The same with one dimension for those before the units, one for the units and one for those behind."""
     apart = expression.tensor.unflatten(dim, sizes)
     ids = None if expression.ids is None or dim >= expression.ids.ndim else expression.ids.unflatten(dim, sizes)
-    return Expression(apart, expression.parameters, ids, expression.drawn, expression.rows)
+    alike = {d for d in expression.alike if d < dim} | {d + 2 for d in expression.alike if d > dim}
+    if dim in expression.alike:
+        alike |= {dim, dim + 1, dim + 2}
+    return Expression(apart, expression.parameters, ids, expression.drawn, frozenset(alike), expression.rows)
 
 
 def tap(capture: CaptureForRules, name: str, expression: Expression, axis: UnitAxis, ndim: int, size: int) -> Tensor:
