@@ -18,12 +18,11 @@ FULL: dict[str, Any] = {
     "recovery": [
         Problem(rows=100, columns=5_000, sparsity=4),
         Problem(rows=200, columns=20_000, sparsity=4),
-        Problem(rows=400, columns=60_000, sparsity=4),
     ],
     "base": Problem(),
     "values": {
-        "rows": (1_000, 3_000, 10_000, 30_000, 100_000),
-        "columns": (1_000, 10_000, 100_000, 1_000_000),
+        "rows": (300, 1_000, 3_000, 10_000, 30_000),
+        "columns": (3_000, 10_000, 30_000, 100_000, 300_000),
         "sparsity": (1, 4, 16, 64, 256),
         "epsilon": (0.1, 0.3, 1.0, 3.0, 10.0),
     },
