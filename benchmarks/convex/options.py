@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from benchmarks.convex.measure import Problem, bench_convex
-from benchmarks.speed.console import make_table, prepare_output
+from benchmarks.speed.console import make_table, positive, prepare_output
 
 PARTS = ("speed", "recovery", "rates")
 FULL: dict[str, Any] = {
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sizes, as fitted exponents beside the paper's."
     )
     parser.add_argument("--part", choices=PARTS, action="append", help="one of them (default: all); may be repeated")
+    parser.add_argument("--repeats", type=positive, metavar="N", help="runs of each (default: 3; 2 with --quick)")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots there; needs matplotlib")
@@ -50,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prepare_output(args)
-    result = bench_convex(args.part or PARTS, **(QUICK if args.quick else FULL))
+    sizes = QUICK if args.quick else FULL
+    repeats = args.repeats or sizes["repeats"]
+    result = bench_convex(args.part or PARTS, **{**sizes, "repeats": repeats})
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
     console = Console()
