@@ -18,7 +18,7 @@ from sparsedp.errors import ConfigError, suggestion
 
 
 class Loss(ABC):
-    """phi, convex and with a Lipschitz derivative. Margins and targets are float64 (n,)."""
+    """phi, convex, not negative, with a Lipschitz derivative. Margins and targets are float64 (n,)."""
 
     name: str
     classifies: bool  # targets are -1 and 1
@@ -47,7 +47,7 @@ class Loss(ABC):
     @property
     @abstractmethod
     def largest_at_zero(self) -> float:
-        """sup phi(0, y): the regularised minimiser's norm is at most sqrt(2 phi(0) / lambda). May be infinite."""
+        """sup phi(0, y): the regularised minimiser's norm is at most sqrt(phi(0) / lambda). May be infinite."""
 
     def admit(self, targets: np.ndarray) -> np.ndarray:
         """The targets as the loss takes them, each by itself: clipped where the loss needs bounded ones."""
@@ -182,6 +182,10 @@ class Huber(Loss):
     @property
     def largest_at_zero(self) -> float:
         return float("inf")
+
+    def admit(self, targets: np.ndarray) -> np.ndarray:
+        # The slope is bounded whatever the target; the sum of the losses must not overflow.
+        return np.clip(targets, -1e100, 1e100)
 
 
 LOSSES: dict[str, type[Loss]] = {loss.name: loss for loss in (Logistic, SmoothedHinge, Squared, Huber)}

@@ -76,15 +76,15 @@ def _newton(objective: Objective, target: float) -> tuple[np.ndarray, int]:
     return w, evaluations
 
 
-def _newton_step(
-    objective: Objective, w: np.ndarray, gradient: np.ndarray, tolerance: float
-) -> tuple[np.ndarray, int]:
+def _newton_step(objective: Objective, w: np.ndarray, gradient: np.ndarray, tolerance: float) -> tuple[np.ndarray, int]:
     """p with |Hessian p + gradient| <= tolerance, by conjugate gradients, and the number of products."""
     curvatures = objective.curvatures(w)
     p = np.zeros_like(gradient)
     residual, direction = -gradient, -gradient
     squared = float(residual @ residual)
-    for products in range(1, _CONJUGATE_STEPS + 1):
+    products = 0
+    while products < _CONJUGATE_STEPS:
+        products += 1
         product = objective.hessian_product(curvatures, direction)
         length = squared / float(direction @ product)
         p = p + length * direction
@@ -141,9 +141,7 @@ def _accelerated(
     )
 
 
-def _distance(
-    objective: Objective, feasible: FeasibleSet, v: np.ndarray, gradient: np.ndarray, p: np.ndarray
-) -> float:
+def _distance(objective: Objective, feasible: FeasibleSet, v: np.ndarray, gradient: np.ndarray, p: np.ndarray) -> float:
     """How far p, computed as P(v - gradient / M), can be from the minimiser over the set."""
     bounds = objective.bounds
     curvature = bounds.smoothness + bounds.regularisation
@@ -179,7 +177,9 @@ def _projection_error(feasible: FeasibleSet, p: np.ndarray) -> float:
 
 def contains_zero(feasible: FeasibleSet) -> bool:
     """Whether the point 0 is feasible, as the bounds on minimisers take for granted."""
-    return not isinstance(feasible, Box) or bool((np.asarray(feasible.low) <= 0).all() and (np.asarray(feasible.high) >= 0).all())
+    return not isinstance(feasible, Box) or bool(
+        (np.asarray(feasible.low) <= 0).all() and (np.asarray(feasible.high) >= 0).all()
+    )
 
 
 def radius_of(feasible: FeasibleSet, columns: int) -> float:
@@ -197,5 +197,7 @@ def _contains_ball(feasible: FeasibleSet, centre: np.ndarray, radius: float) -> 
     if isinstance(feasible, L1Ball):
         return 1.0001 * (float(np.abs(centre).sum()) + math.sqrt(len(centre)) * radius) <= feasible.radius
     if isinstance(feasible, Box):
-        return bool((centre - 1.0001 * radius >= feasible.low).all() and (centre + 1.0001 * radius <= feasible.high).all())
+        return bool(
+            (centre - 1.0001 * radius >= feasible.low).all() and (centre + 1.0001 * radius <= feasible.high).all()
+        )
     return True

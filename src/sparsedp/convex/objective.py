@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.sparse import csr_matrix
+from scipy.sparse import csr_array
 
 from sparsedp.convex.losses import Loss
 
@@ -28,8 +28,11 @@ class Bounds:
 
     @property
     def minimiser_norm(self) -> float:
-        """No minimiser's norm is above it: F(w) <= F(0) bounds it, the gradient being 0 does, and the feasible set does."""
-        by_value = np.sqrt(2 * self.loss.largest_at_zero / self.regularisation)
+        """No minimiser's norm is above it, if the point 0 is feasible.
+
+        F(0) >= F(w*) + lambda/2 |w*|^2 >= lambda |w*|^2 bounds it, and -<gradient of the losses, w*> >= lambda |w*|^2 does.
+        """
+        by_value = np.sqrt(self.loss.largest_at_zero / self.regularisation)
         slope = self.loss.largest_slope(self.row_norm * min(by_value, self.radius))
         by_gradient = slope * self.row_norm / self.regularisation
         return float(min(by_value, by_gradient, self.radius))
@@ -63,7 +66,7 @@ class Bounds:
 class Objective:
     """F on data: `rows` (n, d) of float64 and `targets` (n,), as `bounds` says of them."""
 
-    def __init__(self, bounds: Bounds, rows: csr_matrix, targets: np.ndarray) -> None:
+    def __init__(self, bounds: Bounds, rows: csr_array, targets: np.ndarray) -> None:
         self.bounds = bounds
         self._rows, self._transposed = rows, rows.T.tocsr()
         self._targets = targets

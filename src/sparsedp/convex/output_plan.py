@@ -64,7 +64,8 @@ class OutputPlan:
     @cached_property
     def _exact_l2(self) -> float:
         bounds = self.bounds
-        return units_moved(self.neighbours) * bounds.lipschitz / (bounds.regularisation * bounds.rows)
+        moved = units_moved(self.neighbours) * bounds.lipschitz / (bounds.regularisation * bounds.rows)
+        return min(moved, 2 * bounds.radius)
 
     @cached_property
     def l2_sensitivity(self) -> float:
