@@ -2,6 +2,7 @@
 
 from sparsedp.convex.feasible import Box, FeasibleSet, L1Ball, L2Ball, WholeSpace
 from sparsedp.convex.losses import Huber, Logistic, Loss, SmoothedHinge, Squared
+from sparsedp.convex.mean import PrivateMean, Recovery, private_mean
 from sparsedp.convex.minimiser import NotConvergedError
 from sparsedp.convex.output import PrivateMinimiser, output_perturbation
 from sparsedp.convex.projections import project
@@ -16,11 +17,14 @@ __all__ = [
     "Logistic",
     "Loss",
     "NotConvergedError",
+    "PrivateMean",
     "PrivateMinimiser",
+    "Recovery",
     "ReleaseStatement",
     "SmoothedHinge",
     "Squared",
     "WholeSpace",
     "output_perturbation",
+    "private_mean",
     "project",
 ]

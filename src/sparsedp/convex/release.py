@@ -102,12 +102,8 @@ class Releases:
             return self._without_noise(values)
         grid = grid_of(std)
         if isinstance(values, FixedPoint):
-            # What is a multiple of the grid already needs no noise of its own: it joins afterwards, as an integer.
-            shift = round(math.log2(grid / values.step))
-            if shift < 0:
-                raise SparseDPError(f"Noise of deviation {std:g} is too small for numbers in steps of {values.step:g}.")
-            multiples = values.whole >> shift
-            rest = (values.whole - (multiples << shift)) * values.step
+            # What is a multiple of the grid already rounds nothing: it joins afterwards, as an integer.
+            multiples, rest = _split(values, grid)
         else:
             _require_finite(values)
             multiples = np.zeros(len(values), np.int64)
@@ -167,6 +163,17 @@ class Releases:
     def _without_noise(self, values: np.ndarray | FixedPoint) -> np.ndarray:
         self.ledger.record(NonPrivateDpEvent())
         return values.values if isinstance(values, FixedPoint) else np.array(values, np.float64)
+
+
+def _split(values: FixedPoint, grid: float) -> tuple[np.ndarray, np.ndarray]:
+    """Whole multiples of the grid, int64, and what is left of each number, float64: both exact."""
+    shift = round(math.log2(grid / values.step))
+    if shift >= 0:
+        multiples = values.whole >> shift
+        return multiples, (values.whole - (multiples << shift)) * values.step
+    if int(np.abs(values.whole).max(initial=0)).bit_length() - shift > 62:
+        raise SparseDPError(f"Noise on a grid of {grid:g} is too small for such large numbers.")
+    return values.whole << -shift, np.zeros(len(values.whole))
 
 
 def _positive(sensitivity: float) -> float:
