@@ -97,7 +97,7 @@ def test_what_is_released_moves_no_further_than_claimed() -> None:
     # The whole way, rows beyond the bound and targets beyond theirs included: the clipping of the neighbour's row is part of it.
     rows, labels = sparse_rows(50, 8, 3).toarray(), np.linspace(-2, 2, 50)
     rows[0] *= 1e6
-    kwargs = {**COMMON, "regularisation": 0.05, "noiseless": True, "seed": 0, "neighbours": "replace_one"}
+    kwargs = {**COMMON, "regularisation": 0.05, "noise_multiplier": 0, "seed": 0, "neighbours": "replace_one"}
     one = output_perturbation(Squared(1.0), rows, labels, **kwargs)
     for row, label in ((-rows[0], 1e9), (np.zeros(8), 0.0), (rows[1], -1e9)):
         other = output_perturbation(Squared(1.0), np.vstack([row, rows[1:]]), np.append(label, labels[1:]), **kwargs)
@@ -109,7 +109,7 @@ def test_what_is_released_moves_no_further_than_claimed() -> None:
 def test_noise_has_its_law(delta) -> None:
     rows, labels = sparse_rows(300, 2000, 5), np.ones(300)
     kwargs = {"epsilon": 1.0, "delta": delta, "bound": 1.0, "sparsity": 5, "regularisation": 0.1}
-    clean = output_perturbation("logistic", rows, labels, seed=0, noiseless=True, **kwargs)
+    clean = output_perturbation("logistic", rows, labels, seed=0, noise_multiplier=0, **kwargs)
     noisy = output_perturbation("logistic", rows, labels, **kwargs)
     noise = noisy.weights - clean.weights
     std = clean.plan.noise_std
@@ -144,7 +144,7 @@ def test_input_forms_agree() -> None:
     tensor = torch.tensor(rows.toarray()).to_sparse_csr()
     for form in (rows, rows.tocsc(), rows.tocoo(), doubled, tensor, iter([rows[:7], rows[7:]])):
         np.testing.assert_allclose(output_perturbation("logistic", form, labels, **kwargs).weights, dense, rtol=1e-12)
-    both = output_perturbation("logistic", rows, np.stack([labels, -labels], 1), **{**kwargs, "noiseless": True})
+    both = output_perturbation("logistic", rows, np.stack([labels, -labels], 1), **{**kwargs, "noise_multiplier": 0})
     assert both.weights.shape == (6, 2)
     np.testing.assert_allclose(both.weights[:, 0], -both.weights[:, 1], atol=1e-3)
 
@@ -201,6 +201,8 @@ def test_statement_names_what_it_rests_on() -> None:
         ({"neighbours": "both"}, ConfigError, "neighbours"),
         ({"delta": 0.0, "feasible": L2Ball(1.0)}, ConfigError, "whole space"),
         ({"feasible": Box(1.0, 2.0)}, ConfigError, "point 0"),
+        ({"noise_multiplier": 0}, ConfigError, "together with a seed"),
+        ({"noise_multiplier": 0.5, "seed": 1}, ConfigError, "takes no other value"),
     ],
 )
 def test_refusals(change, error, words) -> None:

@@ -1,5 +1,9 @@
 """Estimation and optimisation with sparse rows and gradients ("Differentially Private Optimization with Sparse Gradients")."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from sparsedp.convex.feasible import Box, FeasibleSet, L1Ball, L2Ball, WholeSpace
 from sparsedp.convex.losses import Huber, Logistic, Loss, SmoothedHinge, Squared
 from sparsedp.convex.mean import PrivateMean, Recovery, private_mean
@@ -8,19 +12,25 @@ from sparsedp.convex.output import PrivateMinimiser, output_perturbation
 from sparsedp.convex.projections import project
 from sparsedp.convex.statement import ReleaseStatement
 
+if TYPE_CHECKING:
+    from sparsedp.convex.estimators import LinearSVC, LogisticRegression, Ridge
+
 __all__ = [
     "Box",
     "FeasibleSet",
     "Huber",
     "L1Ball",
     "L2Ball",
+    "LinearSVC",
     "Logistic",
+    "LogisticRegression",
     "Loss",
     "NotConvergedError",
     "PrivateMean",
     "PrivateMinimiser",
     "Recovery",
     "ReleaseStatement",
+    "Ridge",
     "SmoothedHinge",
     "Squared",
     "WholeSpace",
@@ -28,3 +38,12 @@ __all__ = [
     "private_mean",
     "project",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # They need scikit-learn, which is an extra: the rest of the package does without.
+    if name in ("LinearSVC", "LogisticRegression", "Ridge"):
+        from sparsedp.convex import estimators
+
+        return getattr(estimators, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

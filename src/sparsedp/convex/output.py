@@ -47,7 +47,7 @@ def output_perturbation(
     loss: str | Loss, X: Any, y: Any, *, epsilon: float, delta: float, bound: float, sparsity: float | None = None,
     feasible: FeasibleSet | None = None, regularisation: Regularisation = "auto", model_norm: float = 10.0,
     neighbours: Neighbours = "add_remove", calibration: Calibration = "analytic", seed: int | None = None,
-    noiseless: bool = False,
+    noise_multiplier: float | None = None,
 ) -> PrivateMinimiser:  # fmt: skip
     """A linear model w that nearly minimises (1/n) sum_i loss(<x_i, w>, y_i) over the feasible set, differentially private.
 
@@ -55,8 +55,12 @@ def output_perturbation(
     `y` (n,) holds -1 and 1 for losses that classify, and (n, k) makes k models that are released together. delta=0 has Laplace
     noise. `regularisation` is lambda; "auto" and "paper" choose it, without looking at the data, so as to do well against models
     of norm `model_norm`, by the smallest bound on the risk or by the paper's formula. n, the number of rows, counts as public.
-    `seed` and `noiseless` are for tests: the statement then says that nothing may be released.
+    `seed`, and `noise_multiplier=0` with a seed, are for tests: the statement then says that nothing may be released.
     """
+    if noise_multiplier is not None and (noise_multiplier != 0 or seed is None):
+        raise ConfigError(
+            "noise_multiplier=0, together with a seed, leaves the noise out, for tests; it takes no other value."
+        )
     rows = read_rows(X)
     plan = make_plan(
         find_loss(loss), shape=shape_of(rows, y), epsilon=epsilon, delta=delta, bound=bound, sparsity=sparsity,
@@ -64,7 +68,7 @@ def output_perturbation(
         calibration=calibration,
     )  # fmt: skip
     key = RandomKey.from_os() if seed is None else RandomKey.from_seed(seed)
-    return perturb(plan, rows, y, feasible or WholeSpace(), Releases(key, noiseless))
+    return perturb(plan, rows, y, feasible or WholeSpace(), Releases(key, noiseless=noise_multiplier is not None))
 
 
 def read_rows(X: Any) -> csr_array:
