@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from sparsedp.convex.bias_reduced import BiasReducedResult, BiasReducedSGD, function_gradients, linear_gradients
 from sparsedp.convex.feasible import Box, FeasibleSet, L1Ball, L2Ball, WholeSpace
 from sparsedp.convex.losses import Huber, Logistic, Loss, SmoothedHinge, Squared
 from sparsedp.convex.mean import PrivateMean, Recovery, private_mean
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from sparsedp.convex.estimators import LinearSVC, LogisticRegression, Ridge
 
 __all__ = [
+    "BiasReducedResult",
+    "BiasReducedSGD",
     "Box",
     "FeasibleSet",
     "Huber",
@@ -34,6 +37,8 @@ __all__ = [
     "SmoothedHinge",
     "Squared",
     "WholeSpace",
+    "function_gradients",
+    "linear_gradients",
     "output_perturbation",
     "private_mean",
     "project",

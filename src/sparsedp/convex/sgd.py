@@ -139,4 +139,3 @@ def torch_loss(loss: Loss) -> Callable[[Tensor, Tensor], Tensor]:
     if isinstance(loss, Huber):
         return lambda margins, targets: F.huber_loss(margins, targets, reduction="none", delta=loss.width)
     raise UnsupportedError(f"method='sgd' does not know the loss {loss!r}.")
-
