@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.compare import options as compare
+from benchmarks.convex import options as convex
 from benchmarks.speed import all_parts
 from benchmarks.speed.console import prepare_output
 from benchmarks.speed.parts import PARTS, options_of, plots_of
@@ -33,6 +34,11 @@ def make_parser() -> argparse.ArgumentParser:
     other = commands.add_parser("compare", help="this tree against another revision, in steps that take turns")
     compare.add_arguments(other)
     other.set_defaults(run=compare.run)
+    means = commands.add_parser(
+        "convex", help="private means of sparse rows: time, memory, and errors beside the paper's rates"
+    )
+    convex.add_arguments(means)
+    means.set_defaults(run=convex.run)
     for name, summary in PARTS.items():
         part = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         options_of(name).add_arguments(part)

@@ -18,7 +18,8 @@ from sparsedp.version import __version__
 
 # Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the command's description.
 COMMANDS = {
-    name: f"sparsedp.cli.commands.{name}" for name in ("train", "evaluate", "export", "plan", "sweep", "account")
+    name: f"sparsedp.cli.commands.{name}"
+    for name in ("train", "evaluate", "export", "plan", "sweep", "account", "mean")
 }
 REFUSED, INTERRUPTED = 2, 130
 
@@ -28,6 +29,7 @@ EPILOG = """examples:
   sparsedp export runs/RUN       copy what may leave of a run: weights and privacy statement
   sparsedp sweep demo            what a mechanism's knobs trade: utility against gradient size
   sparsedp account epsilon --noise-multiplier 0.6 --sample-rate 0.002 --steps 500 --delta 1e-6
+  sparsedp mean rows.npz --epsilon 1 --delta 1e-6 --bound 1 --sparsity 40
 
 `sparsedp COMMAND --help` explains each command.
 """

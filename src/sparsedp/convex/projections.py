@@ -31,67 +31,67 @@ def project(point: np.ndarray, feasible_set: FeasibleSet, *, norm: Norm) -> np.n
         return np.clip(point, feasible_set.low, feasible_set.high)
     if isinstance(feasible_set, L1Ball):
         # In both norms the nearest point has every coordinate moved towards zero by one amount.
-        return shrink(point, l1_threshold(point, feasible_set.radius))
+        return _shrink_to_size(point, _largest_in_l1_ball(np.abs(point), feasible_set.radius))
     if not isinstance(feasible_set, L2Ball):
         raise ConfigError(f"There is no projection onto {feasible_set!r}.")
     if norm == "l2":
         return _onto_l2_ball(point, feasible_set.radius)
-    return shrink(point, l2_threshold(point, feasible_set.radius))
+    return _shrink_to_size(point, _largest_in_l2_ball(np.abs(point), feasible_set.radius))
 
 
-def shrink(point: np.ndarray, threshold: float) -> np.ndarray:
-    """Every coordinate moved towards zero by `threshold`, and no further than zero (soft thresholding)."""
-    if threshold == 0:
+def shrink(point: np.ndarray, amount: float) -> np.ndarray:
+    """Every coordinate moved towards zero by `amount`, and no further than zero (soft thresholding)."""
+    return np.copysign(np.maximum(np.abs(point) - amount, 0.0), point)
+
+
+def _shrink_to_size(point: np.ndarray, size: float | None) -> np.ndarray:
+    """`point`, shrunk by what makes its largest coordinate `size`; None: as it is."""
+    if size is None:
         return point
-    return np.copysign(np.maximum(np.abs(point) - threshold, 0.0), point)
-
-
-def l1_threshold(point: np.ndarray, radius: float) -> float:
-    """The least t >= 0 with sum_i max(|x_i| - t, 0) <= radius: the amount by which the projection shrinks coordinates.
-
-    With the k largest sizes left above t, t = (their sum - radius) / k (Held, Wolfe & Crowder 1974).
-    """
     sizes = np.abs(point)
+    # Differences first: a small size keeps its digits beside large coordinates.
+    return np.copysign(np.maximum((sizes - sizes.max()) + size, 0.0), point)
+
+
+def _largest_in_l1_ball(sizes: np.ndarray, radius: float) -> float | None:
+    """What is left of the largest size if all are shrunk by one amount until their sum is `radius`; None: it is already.
+
+    With the k largest left: (radius + sum of (largest - size)) / k (Held, Wolfe & Crowder 1974).
+    """
     largest = float(sizes.max(initial=0.0))
-    if largest == 0 or sizes.sum() <= radius:
+    if largest == 0 or float((sizes / largest).sum()) <= radius / largest:
+        return None
+    # Sizes that are below the largest by the radius or more end at zero: few are left to sort.
+    below = np.sort(largest - sizes[sizes > largest - radius])
+    if not below.size:
         return 0.0
-    if radius == 0:
-        return largest
-    # A size below the largest by the radius or more ends at zero: few are left to sort.
-    sizes = np.sort(sizes[sizes > largest - radius])[::-1]
-    excess = (np.cumsum(sizes - largest) + (largest * np.arange(1, len(sizes) + 1) - radius)) / np.arange(
-        1, len(sizes) + 1
-    )
-    count = int(np.count_nonzero(sizes > excess))
-    kept = sizes[: max(1, count)]
-    # The mean of differences: digits of small radii are not lost beside large sizes.
-    return max(0.0, largest + (float((kept - largest).sum()) - radius) / len(kept))
+    left = (np.cumsum(below) + radius) / np.arange(1, len(below) + 1)
+    count = max(1, int(np.count_nonzero(below < left)))
+    return (float(below[:count].sum()) + radius) / count
 
 
-def l2_threshold(point: np.ndarray, radius: float) -> float:
-    """The least t >= 0 with sum_i max(|x_i| - t, 0)^2 <= radius^2.
+def _largest_in_l2_ball(sizes: np.ndarray, radius: float) -> float | None:
+    """The same for an l2 norm of `radius`.
 
-    With the k largest sizes left above t: t = mean - sqrt(radius^2 / k - variance), over these k.
+    With the k largest left: mean + sqrt(radius^2 / k - variance), over the k values of (largest - size).
     """
-    sizes = np.abs(point)
     largest = float(sizes.max(initial=0.0))
     if largest == 0 or float(np.linalg.norm(sizes / largest)) <= radius / largest:
+        return None
+    below = np.sort(largest - sizes[sizes > largest - radius])
+    if not below.size:
         return 0.0
-    if radius == 0:
-        return largest
-    sizes = np.sort(sizes[sizes > largest - radius])[::-1]
-    low, high = 1, len(sizes)  # how many are left: with `low` there is a t below them; more than `high` cannot be
+    low, high = 1, len(below)  # how many are left: so many at least, and at most
     while low < high:
         middle = (low + high + 1) // 2
-        # Is the threshold below the size number `middle`? Then what is above that size does not fill the ball.
-        if float(np.linalg.norm(sizes[: middle - 1] - sizes[middle - 1])) < radius:
+        # Number `middle` is left if shrinking it to zero leaves the others within the ball.
+        if float(np.linalg.norm(below[middle - 1] - below[: middle - 1])) < radius:
             low = middle
         else:
             high = middle - 1
-    kept = largest - sizes[:low]
-    mean = float(kept.mean())
-    variance = float(((kept - mean) ** 2).mean())
-    return max(0.0, largest - (mean + math.sqrt(max(0.0, radius**2 / low - variance))))
+    mean = float(below[:low].mean())
+    variance = float(((below[:low] - mean) ** 2).mean())
+    return mean + math.sqrt(max(0.0, radius**2 / low - variance))
 
 
 def _onto_l2_ball(point: np.ndarray, radius: float) -> np.ndarray:

@@ -138,7 +138,7 @@ class Solved:
 
 def least_l1(
     matrix: GaussianMatrix, target: np.ndarray, *, solver: str | None = None, tolerance: float = 1e-3,
-    iterations: int = 1000,
+    iterations: int = 3000,
 ) -> Solved:  # fmt: skip
     """argmin |z|_1 subject to A z = b: by HiGHS (exact) where A is small, by ADMM until its duality gap is small elsewhere."""
     if not target.any():

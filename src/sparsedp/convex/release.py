@@ -6,6 +6,7 @@ come as integers (`FixedPoint`): adding them rounds nothing, so that one row mov
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -70,12 +71,17 @@ def gaussian_multiplier(
     epsilon = require_number("epsilon", epsilon, low=0.0, low_open=True)
     delta = require_number("delta", delta, low=0.0, high=1.0, low_open=True, high_open=True)
     if require_choice("calibration", calibration, Calibration) == "analytic":
-        return calibrate(GaussianDpEvent, epsilon, delta, tolerance=_TOLERANCE)
+        return _least_multiplier(epsilon, delta)
     if epsilon > 1:
         raise ConfigError(
             f"calibration='paper' holds for epsilon up to 1, not for {epsilon:g}: take calibration='analytic'."
         )
     return math.sqrt(2 * math.log((2.5 if halved else 1.25) / delta)) / epsilon
+
+
+@functools.cache
+def _least_multiplier(epsilon: float, delta: float) -> float:
+    return calibrate(GaussianDpEvent, epsilon, delta, tolerance=_TOLERANCE)
 
 
 @dataclass

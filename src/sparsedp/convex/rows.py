@@ -74,8 +74,7 @@ def _matrix(X: Any) -> Any:
         raise UnsupportedError(f"X must hold real numbers, not {X.dtype}.")
     if not scipy.sparse.issparse(X):
         return X
-    if X.format == "csr":  # scipy trusts indices; a negative one would count for another column
-        _require_valid(X)
+    _require_valid(X)
     return X.tocsr()
 
 
@@ -92,7 +91,9 @@ def _from_torch(X: torch.Tensor) -> Any:
     X = X.to(torch.float64)
     if X.layout == torch.sparse_coo:
         places, values = X._indices().numpy(), X._values().numpy()  # as they are: duplicates are summed later
-        return scipy.sparse.coo_array((values, (places[0], places[1])), shape=tuple(X.shape))
+        coo = scipy.sparse.coo_array(tuple(X.shape))
+        coo.row, coo.col, coo.data = places[0], places[1], values
+        return coo
     if X.layout == torch.sparse_csc:
         parts = X.values().numpy(), X.row_indices().numpy(), X.ccol_indices().numpy()
         return scipy.sparse.csc_array(parts, shape=tuple(X.shape))
@@ -101,10 +102,16 @@ def _from_torch(X: torch.Tensor) -> Any:
 
 
 def _require_valid(X: Any) -> None:
-    try:
-        X.check_format(full_check=True)
-    except ValueError as error:
-        raise DataError(f"X is not a valid CSR matrix: {error}.") from error
+    """scipy trusts indices: a negative one would count for another column, or write where nothing belongs to it."""
+    if X.format == "coo":
+        for places, size in ((X.row, X.shape[0]), (X.col, X.shape[1])):
+            if places.size and not 0 <= places.min() <= places.max() < size:
+                raise DataError(f"X is not a valid matrix: an index lies outside of its shape, {X.shape}.")
+    elif X.format in ("csr", "csc", "bsr"):
+        try:
+            X.check_format(full_check=True)
+        except ValueError as error:
+            raise DataError(f"X is not a valid {X.format.upper()} matrix: {error}.") from error
 
 
 def _pieces(X: Any) -> Iterator[Any]:
@@ -122,7 +129,7 @@ def _pieces(X: Any) -> Iterator[Any]:
 
 
 def _clean(piece: Any) -> scipy.sparse.csr_array:
-    csr = scipy.sparse.csr_array(piece, copy=True).astype(np.float64)
+    csr = scipy.sparse.csr_array(piece.astype(np.float64), copy=True)
     # A new object: what scipy remembers of the indices' order may be out of date.
     csr = scipy.sparse.csr_array((csr.data, csr.indices, csr.indptr), shape=csr.shape)
     if not np.isfinite(csr.data).all():
