@@ -44,6 +44,16 @@ def test_learns(estimator, method) -> None:
     assert model.statement_.holds and model.statement_.epsilon <= 4.0 and model.statement_.delta == 1e-5
 
 
+def test_bias_reduced_is_offered() -> None:
+    rows = sparse_rows(300, 5, 2)
+    labels = planted_labels(rows)
+    model = LogisticRegression(epsilon=2.0, delta=1e-4, method="bias_reduced", model_norm=2.0).fit(rows, labels)
+    assert model.method_ == "bias_reduced" and model.statement_.mechanism == "BiasReducedSGD"
+    assert model.statement_.epsilon <= 2.0 and "classes (-1.0, 1.0)" in str(model.statement_)
+    with pytest.raises(SparseDPError, match="one model"):
+        LogisticRegression(method="bias_reduced").fit(rows, np.arange(300) % 3)
+
+
 def test_several_classes_and_probabilities() -> None:
     rng = np.random.default_rng(0)
     X = rng.standard_normal((3000, 3)) * 0.1

@@ -27,7 +27,8 @@ except ImportError as error:
     ) from error
 
 from sparsedp.accounting.events import require_count, require_number
-from sparsedp.convex.feasible import WholeSpace
+from sparsedp.convex.bias_reduced import BiasReducedSGD, linear_gradients
+from sparsedp.convex.feasible import L2Ball, WholeSpace
 from sparsedp.convex.losses import Logistic, Loss, SmoothedHinge, Squared
 from sparsedp.convex.output import Regularisation, admitted_targets, make_plan, perturb, read_rows
 from sparsedp.convex.output_plan import OutputPlan
@@ -40,7 +41,7 @@ from sparsedp.noise import RandomKey
 from sparsedp.plan import default_delta
 from sparsedp.statement import PrivacyStatement
 
-Method = Literal["output", "sgd", "auto"]
+Method = Literal["output", "sgd", "bias_reduced", "auto"]
 
 
 class _PrivateLinearModel(BaseEstimator):
@@ -101,6 +102,11 @@ class _PrivateLinearModel(BaseEstimator):
         if isinstance(chosen, SGDPlan):
             self.method_ = "sgd"
             weights, self.statement_ = train(chosen, wide, admitted_targets(loss, targets), seed)
+        elif isinstance(chosen, BiasReducedSGD):
+            self.method_ = "bias_reduced"
+            admitted = admitted_targets(loss, targets)[:, 0]
+            reduced = chosen.minimise(linear_gradients(loss, wide, admitted))
+            weights, self.statement_ = reduced.weights[:, None], reduced.statement
         else:
             self.method_, self.regularisation_ = "output", chosen.bounds.regularisation
             key = RandomKey.from_os() if seed is None else RandomKey.from_seed(seed)
@@ -110,7 +116,7 @@ class _PrivateLinearModel(BaseEstimator):
         weights[:, -1] *= constant
         return weights
 
-    def _choose(self, planned: OutputPlan) -> OutputPlan | SGDPlan:
+    def _choose(self, planned: OutputPlan) -> OutputPlan | SGDPlan | BiasReducedSGD:
         """The method, by what is known before the data are looked at."""
         require_choice("method", self.method, Method)
         if self.method == "output":
@@ -119,13 +125,34 @@ class _PrivateLinearModel(BaseEstimator):
             if self.method == "auto":
                 return planned
             raise UnsupportedError(
-                "method='sgd' has Gaussian noise, and protects one row that is added or removed: it needs a delta above 0 and "
-                "neighbours='add_remove'."
+                f"method={self.method!r} has Gaussian noise, and protects one row that is added or removed: it needs a delta "
+                "above 0 and neighbours='add_remove'."
             )
+        if self.method == "bias_reduced":
+            return self._bias_reduced_plan(planned)
         sgd = self._sgd_plan(planned)
         if self.method == "sgd" or sgd.excess_risk() < planned.excess_risk(self.model_norm):
             return sgd
         return planned
+
+    def _bias_reduced_plan(self, planned: OutputPlan) -> BiasReducedSGD:
+        if planned.models > 1:
+            raise UnsupportedError(
+                "method='bias_reduced' makes one model: for more than two classes take another method."
+            )
+        bounds = planned.bounds
+        return BiasReducedSGD(
+            epsilon=planned.epsilon,
+            delta=planned.delta,
+            bound=bounds.loss.largest_slope(bounds.row_norm * self.model_norm) * bounds.row_norm,
+            sparsity=max(1.0, planned.sparsity),
+            rows=bounds.rows,
+            columns=bounds.columns,
+            model_norm=self.model_norm,
+            step_size=self.learning_rate,
+            feasible=L2Ball(self.model_norm),
+            seed=self._seed(),
+        )
 
     def _sgd_plan(self, planned: OutputPlan) -> SGDPlan:
         bounds = planned.bounds
@@ -215,14 +242,15 @@ class LogisticRegression(_PrivateClassifier):
     """Logistic regression, (epsilon, delta)-differentially private.
 
     epsilon, delta: the budget of one fit. delta None: 0.1 / n rounded down to one digit; 0: Laplace noise, method "output".
-    method: "output" (minimise, then noise), "sgd" (noise in every step), or "auto", the one with the smaller bound on the risk,
-        for which no data are looked at. The fitted `method_` says which.
+    method: "output" (minimise, then noise), "sgd" (noise in every step), "bias_reduced" (`BiasReducedSGD`; two classes), or
+        "auto", which takes that of the first two with the smaller bound on the risk, for which no data are looked at. The fitted
+        `method_` says which.
     bound, sparsity: rows are scaled down to l2 norm `bound` and l1 norm bound * sqrt(sparsity). Choose them without the data.
     regularisation: lambda of method "output", or "auto" or "paper", which choose it for models of norm `model_norm`.
     fit_intercept, intercept_scaling: rows get a constant column of this value, regularised like all others.
     classes: the labels there can be, which is public. None takes those in y: then the set of them is not protected.
     neighbours: "add_remove", or "replace_one" (method "output").
-    epochs, batch_size, learning_rate: of method "sgd".
+    epochs, batch_size, learning_rate: of method "sgd"; the last also of "bias_reduced".
     random_state: None for noise that nobody knows. Anything else is for tests, and the statement says that.
 
     Fitted: `coef_`, `intercept_`, `classes_`, `statement_`, `method_`, `n_features_in_`.
