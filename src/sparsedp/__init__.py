@@ -1,6 +1,6 @@
 """SparseDP: differentially private training of PyTorch models with large embedding tables."""
 
-from sparsedp import accounting, nn
+from sparsedp import accounting, convex, nn
 from sparsedp.check import CheckReport, check
 from sparsedp.clipping import Clipping
 from sparsedp.engine import PrivacyEngine
@@ -47,5 +47,6 @@ __all__ = [
     "__version__",
     "accounting",
     "check",
+    "convex",
     "nn",
 ]

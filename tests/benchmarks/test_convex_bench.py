@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from benchmarks.command import main
 from benchmarks.convex.measure import Problem, find_exponents, in_regime
 

@@ -55,7 +55,7 @@ def recovery_bound(sizes: Sizes) -> float:
     theorem 3.1) makes that an l2 norm of sqrt(8 pi / m) E|g|_inf times it. The paper leaves its constants open.
     """
     m = measurements_for(sizes.rows, sizes.columns, sizes.sparsity, sizes.epsilon, sizes.delta)
-    if needs_no_recovery(m, sizes.columns):
+    if needs_no_recovery(max(1, math.ceil(m)), sizes.columns):
         return math.nan  # it is noise alone
     largest = math.sqrt(2 * math.log(2 * sizes.columns))
     return math.sqrt(8 * math.pi / m) * largest * 2 * sizes.bound * math.sqrt(sizes.sparsity)

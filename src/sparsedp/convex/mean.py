@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -53,7 +53,7 @@ class Recovery:
     gap: float  # the l1 norm is above the least by this share at most; infinite if the solver found no point
     finished: bool
     cut: bool  # the norm was above 2L, and the mean is zero instead
-    clipped_measurements: int  # private: rows z with |A z| above the clip, counted without noise
+    clipped_measurements: int = field(repr=False)  # private: rows z with |A z| above the clip, counted without noise
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class PrivateMean:
         float | None
     )  # on the root mean square of |mean - mean of the clipped rows|_2; None: its constant is not known
     bounds: dict[str, float]  # the same for the methods that "auto" chooses from
-    clipped_rows: int  # private: counted without noise
+    clipped_rows: int = field(repr=False)  # private: counted without noise
     recovery: Recovery | None = None
 
 
@@ -173,7 +173,8 @@ class _Asked:
             return 0
         if self.measurements is not None:
             return self.measurements
-        return measurements_for(sizes.rows, sizes.columns, sizes.sparsity, sizes.epsilon, sizes.delta)
+        m = measurements_for(sizes.rows, sizes.columns, sizes.sparsity, sizes.epsilon, sizes.delta)
+        return max(1, math.ceil(m))
 
 
 @dataclass(frozen=True)

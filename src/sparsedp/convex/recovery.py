@@ -29,10 +29,13 @@ _ROWS = 1 << 24  # elements of some rows' measurements, 128 MB
 _OVER = 1.6  # over-relaxation of ADMM
 
 
-def measurements_for(rows: int, columns: int, sparsity: float, epsilon: float, delta: float) -> int:
-    """m = n epsilon sqrt(s ln(d/s) / ln(1/delta)), rounded up (the paper leaves a constant open: it is 1 here)."""
+def measurements_for(rows: int, columns: int, sparsity: float, epsilon: float, delta: float) -> float:
+    """m = n epsilon sqrt(s ln(d/s) / ln(1/delta)) (the paper leaves a constant open: it is 1 here). Round it up.
+
+    Where s is near to d, 1 stands for the logarithm.
+    """
     logarithm = max(1.0, math.log(columns / sparsity))
-    return max(1, math.ceil(rows * epsilon * math.sqrt(sparsity * logarithm / math.log(1 / delta))))
+    return rows * epsilon * math.sqrt(sparsity * logarithm / math.log(1 / delta))
 
 
 def needs_no_recovery(measurements: int, columns: int) -> bool:
