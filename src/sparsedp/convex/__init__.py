@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sparsedp.convex.bias_reduced import BiasReducedResult, BiasReducedSGD, function_gradients, linear_gradients
+from sparsedp.convex.boosting import boost
 from sparsedp.convex.feasible import Box, FeasibleSet, L1Ball, L2Ball, WholeSpace
 from sparsedp.convex.losses import Huber, Logistic, Loss, SmoothedHinge, Squared
 from sparsedp.convex.mean import PrivateMean, Recovery, private_mean
 from sparsedp.convex.minimiser import NotConvergedError
+from sparsedp.convex.module_gradients import ModuleGradients
 from sparsedp.convex.output import PrivateMinimiser, output_perturbation
 from sparsedp.convex.projections import project
 from sparsedp.convex.statement import ReleaseStatement
@@ -28,6 +30,7 @@ __all__ = [
     "Logistic",
     "LogisticRegression",
     "Loss",
+    "ModuleGradients",
     "NotConvergedError",
     "PrivateMean",
     "PrivateMinimiser",
@@ -37,6 +40,7 @@ __all__ = [
     "SmoothedHinge",
     "Squared",
     "WholeSpace",
+    "boost",
     "function_gradients",
     "linear_gradients",
     "output_perturbation",

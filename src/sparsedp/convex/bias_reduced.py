@@ -33,8 +33,9 @@ from sparsedp.convex.ladder import (
     filter_rungs,
 )
 from sparsedp.convex.losses import Loss
+from sparsedp.convex.module_gradients import ModuleGradients
 from sparsedp.convex.projections import project
-from sparsedp.convex.release import Neighbours, Releases, require_choice
+from sparsedp.convex.release import FixedPoint, Neighbours, Releases, require_choice
 from sparsedp.convex.rows import ExactSum, RowBounds
 from sparsedp.convex.statement import ReleaseStatement, make_statement
 from sparsedp.errors import ConfigError, NonFiniteGradientError
@@ -167,8 +168,15 @@ class BiasReducedSGD:
 
     # ------------------------------------------------------------------ the run
 
-    def minimise(self, gradients: RowGradients, start: np.ndarray | None = None) -> BiasReducedResult:
-        """A private, approximate minimiser of the mean loss whose rows' gradients are given. `start` is public; None: 0."""
+    def minimise(self, gradients: RowGradients | ModuleGradients, start: np.ndarray | None = None) -> BiasReducedResult:
+        """A private, approximate minimiser of the mean loss whose rows' gradients are given.
+
+        `start` is public; None: 0, or the weights that a module has.
+        """
+        if isinstance(gradients, ModuleGradients):
+            if (gradients.rows, gradients.columns) != (self.rows, self.columns):
+                raise ConfigError(f"The module has {gradients.rows} rows of data and {gradients.columns} weights.")
+            start = gradients.start if start is None else start
         samples = self._new_key(_SAMPLES).generator()
         noise = Releases(self._new_key(_NOISE))
         w = np.zeros(self.columns) if start is None else np.array(start, np.float64)
@@ -187,17 +195,37 @@ class BiasReducedSGD:
         return BiasReducedResult(weights, self._statement(), len(self.rungs), self.rungs, self.noise_multiplier)
 
     def _estimate(
-        self, gradients: RowGradients, w: np.ndarray, rung: int, samples: CipherGenerator, noise: Releases
+        self,
+        gradients: RowGradients | ModuleGradients,
+        w: np.ndarray,
+        rung: int,
+        samples: CipherGenerator,
+        noise: Releases,
     ) -> np.ndarray:
         """G at w (Algorithm 3)."""
         size = self.ladder.size(rung)
         batch, first = self._batch(size, samples)
-        clipped = self._clipped(gradients(w, batch), len(batch))
-        whole = self._noisy_mean(clipped, size, noise)
-        halves = [self._noisy_mean(clipped[half], size // 2, noise) for half in (first, ~first)]
+        groups = [np.ones(len(batch), bool), first, ~first]
+        sums = self._sums(gradients, w, batch, groups)
+        whole, one, other = (self._noisy_mean(total, k, noise) for total, k in zip(sums, (size, size // 2, size // 2)))
         single = self._batch(1, samples)[0]
-        alone = self._noisy_mean(self._clipped(gradients(w, single), len(single)), 1, noise)
-        return (whole - (halves[0] + halves[1]) / 2) / self.ladder.probabilities[rung] + alone
+        alone = self._noisy_mean(self._sums(gradients, w, single, [np.ones(len(single), bool)])[0], 1, noise)
+        return (whole - (one + other) / 2) / self.ladder.probabilities[rung] + alone
+
+    def _sums(
+        self, gradients: RowGradients | ModuleGradients, w: np.ndarray, batch: np.ndarray, groups: list[np.ndarray]
+    ) -> list[FixedPoint | np.ndarray]:
+        """The sums of clipped gradients of each group of the batch's rows."""
+        if isinstance(gradients, ModuleGradients):
+            # Of a captured row only the l2 norm is known; the noise needs no more, and the projection is what follows it.
+            return [*gradients.clipped_sums(w, batch, groups, self.bound)]
+        clipped = self._clipped(gradients(w, batch), len(batch))
+        totals: list[FixedPoint | np.ndarray] = []
+        for group in groups:
+            total = ExactSum(self.columns, self._bounds.step)
+            total.add(clipped[group])
+            totals.append(total.sum)
+        return totals
 
     def _batch(self, size: int, samples: CipherGenerator) -> tuple[np.ndarray, np.ndarray]:
         """Row numbers, ascending, and which of them are in the first half."""
@@ -225,10 +253,8 @@ class BiasReducedSGD:
     def _bounds(self) -> RowBounds:
         return RowBounds(self.bound, self.bound * math.sqrt(self.sparsity))
 
-    def _noisy_mean(self, clipped: csr_array, size: int, noise: Releases) -> np.ndarray:
-        total = ExactSum(self.columns, self._bounds.step)
-        total.add(clipped)
-        mean = noise.gaussian(total.sum, self.bound, self.noise_multiplier) / size
+    def _noisy_mean(self, total: FixedPoint | np.ndarray, size: int, noise: Releases) -> np.ndarray:
+        mean = noise.gaussian(total, self.bound, self.noise_multiplier) / size
         return project(mean, L1Ball(self._bounds.l1), norm="l2") if self.mean == "projection" else mean
 
     def _statement(self) -> ReleaseStatement:

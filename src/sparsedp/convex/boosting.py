@@ -25,6 +25,7 @@ from sparsedp.accounting import calibrate, register_event
 from sparsedp.accounting.events import require_number
 from sparsedp.convex.bias_reduced import BiasReducedResult, BiasReducedSGD, RowGradients
 from sparsedp.convex.ladder import composition_ledger, composition_multiplier
+from sparsedp.convex.module_gradients import ModuleGradients
 from sparsedp.convex.release import Releases
 from sparsedp.errors import ConfigError, DataError, SparseDPError
 from sparsedp.noise import RandomKey
@@ -84,7 +85,12 @@ def boosted_event(solver: BiasReducedSGD, noise_multiplier: float, stop: float, 
 
 
 def boost(
-    solver: BiasReducedSGD, gradients: RowGradients, losses: RowLosses, *, loss_bound: float, failure: float = 0.05
+    solver: BiasReducedSGD,
+    gradients: RowGradients | ModuleGradients,
+    losses: RowLosses,
+    *,
+    loss_bound: float,
+    failure: float = 0.05,
 ) -> BiasReducedResult:
     """The best of several runs by the mean of the rows' losses, each clipped to [0, loss_bound], with Laplace noise."""
     bound = require_number("loss_bound", loss_bound, low=0.0, low_open=True)
