@@ -70,12 +70,12 @@ def with_summed_positions(m: Any, x: Tensor) -> Tensor:
     return m.b(m.f(m.a(torch.stack([x, x.roll(1, 1), -x], 1)))).mean(1)
 
 
-BREAKING: dict[str, tuple[nn.Module, dict[str, Any]]] = {
-    "a frozen layer in bfloat16": (network(lambda m, x: m.b(m.f(m.a(x).bfloat16()).float()), BFLOAT16), {}),
-    "a cast and back": (network(lambda m, x: m.b(m.f(m.a(x).bfloat16().float()))), {}),
-    "autocast of a frozen part": (network(lambda m, x: m.b(_autocast(m.f, m.a(x)).float())), {}),
-    "backward in autocast": (network(plainly), {"around": autocast, "backward": True}),
-    "step in autocast": (network(with_summed_positions), {"around": autocast, "step": True}),
+BREAKING: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
+    "a frozen layer in bfloat16": (lambda: network(lambda m, x: m.b(m.f(m.a(x).bfloat16()).float()), BFLOAT16), {}),
+    "a cast and back": (lambda: network(lambda m, x: m.b(m.f(m.a(x).bfloat16().float()))), {}),
+    "autocast of a frozen part": (lambda: network(lambda m, x: m.b(_autocast(m.f, m.a(x)).float())), {}),
+    "backward in autocast": (lambda: network(plainly), {"around": autocast, "backward": True}),
+    "step in autocast": (lambda: network(with_summed_positions), {"around": autocast, "step": True}),
 }
 
 
@@ -97,21 +97,22 @@ def unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", BREAKING)
 def test_what_would_be_without_the_refusals(case: str, unwatched: None) -> None:
     """Norms and sums are exact or nearly so, and the bound is broken all the same: the others' gradients are rounded anew."""
-    module, options = BREAKING[case]
+    make, options = BREAKING[case]
     torch.manual_seed(0)
-    assert max(influence(module, **{"around": nullcontext, **options}) for _ in range(3)) > 1.05
+    module = make()
+    assert max(influence(module, **{"around": nullcontext, **options}) for _ in range(6)) > 1.5
 
 
 def test_float32_keeps_the_bound() -> None:
     for module in (network(plainly), network(with_summed_positions)):
-        assert max(influence(module, nullcontext) for _ in range(3)) < 1 + 1e-3
+        assert max(influence(module, nullcontext) for _ in range(3)) < 1 + 1e-4
 
 
 @pytest.mark.parametrize("case", BREAKING)
 def test_they_are_refused(case: str) -> None:
-    module, options = BREAKING[case]
+    make, options = BREAKING[case]
     with pytest.raises(UnsupportedError, match="one unit more moves the sum of all others"):
-        influence(module, **{"around": nullcontext, **options})
+        influence(make(), **{"around": nullcontext, **options})
 
 
 # ---------------------------------------------------------------------- all ways there
