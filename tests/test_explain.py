@@ -82,6 +82,23 @@ def test_all_refusals_at_once_each_with_its_line() -> None:
     assert "embedding: (5*, 7), 'items.weight' (20, 4) -> (5*, 7, 4)   [items]" in text
 
 
+def test_layers_of_one_kind_have_their_places_each() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x)
+
+    module = Apply(lambda m, x: m.l(m.two(m.one(x)))[:, 0], one=Block(), two=Block(), l=nn.Linear(DIM, 1))
+    refusals = sparsedp.explain(module, squares, (X, Y)).refusals
+    assert [(refusal.module, refusal.source) for refusal in refusals] == [
+        ("one.norm", "return self.norm(x)"),
+        ("two.norm", "return self.norm(x)"),
+    ]
+
+
 def test_the_first_refusal_is_the_one_of_a_step() -> None:
     module = Faulty()
     module.norm = nn.Identity()  # type: ignore[assignment]
