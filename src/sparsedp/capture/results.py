@@ -19,7 +19,7 @@ from sparsedp.capture.places import Origins
 from sparsedp.capture.tape import Tape
 from sparsedp.capture.tensors import CONSTANT, DRAWN, SHARED, Derived, KnownTensors
 from sparsedp.capture.unit_memory import UnitMemory
-from sparsedp.capture.units import Info, UnitData
+from sparsedp.capture.units import Info, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
 
 
@@ -74,10 +74,12 @@ class Results:
             name = f"torch.{name}"  # for which there is no rule
         for tensor in outputs:
             info = known[tensor] = self.follow(name, args, kwargs, data, tensor)
-            if not isinstance(info, UnitData) or info.axis is None:
-                self.origins.note(tensor, name, data)
-                if isinstance(info, UnitData):
+            if isinstance(info, UnitData):
+                if info.axis is None:
+                    self.origins.note(tensor, name, data)
                     self._tape.refuse_in_loss(tensor, origin=self.origins.of(tensor))
+            elif not isinstance(info, WholeBatch):
+                self.origins.note(tensor, name, data)
         if not torch.is_grad_enabled():
             for tensor in outputs:
                 self._history.add(tensor)
