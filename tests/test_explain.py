@@ -44,7 +44,10 @@ def test_the_page_about_it_shows_what_it_prints(tmp_path: Path) -> None:
     assert str(scope["explanation"]).replace(f"{tmp_path}/", "") == printed.rstrip()
     with pytest.raises(sparsedp.UnitsMixedError) as caught:
         sparsedp.check(scope["Model"](), F.cross_entropy, (scope["ids"], scope["target"]))
-    assert str(caught.value.refusal).replace(f"{tmp_path}/", "") == error.rstrip()
+    raised = f"UnitsMixedError: {caught.value}".replace(f"{tmp_path}/", "")
+    assert raised == " ".join(error.split("\n")[:3]) + "\n" + "\n".join(
+        error.rstrip().split("\n")[3:]
+    )  # which is wrapped
 
 
 class Faulty(nn.Module):
@@ -80,6 +83,23 @@ def test_all_refusals_at_once_each_with_its_line() -> None:
     text = str(explanation)
     assert "Refusal 5 of 5" in text and "+ self.norm = nn.GroupNorm(1, 4)" in text
     assert "embedding: (5*, 7), 'items.weight' (20, 4) -> (5*, 7, 4)   [items]" in text
+
+
+def test_layers_of_one_kind_have_their_places_each() -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(DIM)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x)
+
+    module = Apply(lambda m, x: m.l(m.two(m.one(x)))[:, 0], one=Block(), two=Block(), l=nn.Linear(DIM, 1))
+    refusals = sparsedp.explain(module, squares, (X, Y)).refusals
+    assert [(refusal.module, refusal.source) for refusal in refusals] == [
+        ("one.norm", "return self.norm(x)"),
+        ("two.norm", "return self.norm(x)"),
+    ]
 
 
 def test_the_first_refusal_is_the_one_of_a_step() -> None:
@@ -201,6 +221,14 @@ def test_batches_that_are_dicts() -> None:
             return squares(self.inner(x), y)
 
     assert sparsedp.explain(Named(), lambda out, batch: out, {"x": X, "y": Y}).ok
+
+
+def test_inputs_without_units_are_noted() -> None:
+    module = Apply(lambda m, x, scale: m.l(x)[:, 0] * scale, l=nn.Linear(DIM, 1))
+    explanation = sparsedp.explain(module, squares, (X, torch.tensor(2.0), Y))
+    assert (
+        explanation.ok and "'inputs[1]' of shape ()" in explanation.notes[0] and "public_inputs" in explanation.notes[0]
+    )
 
 
 # ---------------------------------------------------------------------- the loss

@@ -27,6 +27,7 @@ def one_line(error: BaseException) -> str:
     return text if isinstance(error, (SparseDPError, OSError)) else f"{type(error).__name__}: {text}"
 
 
+_ALL_AT_ONCE = "  sparsedp.explain(model, loss_fn, batch) shows all refusals of a model at once."
 _WIDTH = 120  # of a refusal that is printed for itself
 # Words of reasons that say themselves why something is refused.
 _SAYING_THE_RISK = ("clipping bounds nothing", "void the guarantee", "without noise")
@@ -105,7 +106,7 @@ class SparseDPError(Exception):
 
     def __str__(self) -> str:
         details = "" if self.refusal is None else self.refusal.details()
-        return f"{self.message}\n{details}" if details else self.message
+        return f"{self.message}\n{details}\n{_ALL_AT_ONCE}" if details else self.message
 
     def __reduce__(self) -> Any:
         assert self.refusal is self._refusal  # which a function cannot be, in a pickle

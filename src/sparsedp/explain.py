@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sparsedp.capture import RepeatedDraws, Replaced, TracedOperation, TracingCapture
+from sparsedp.capture.inputs import named_inputs
 from sparsedp.capture.places import place_of
 from sparsedp.check import copied_module, count_units, len_of, map_tensors
 from sparsedp.errors import Refusal, SparseDPError, UnsupportedError, one_line
@@ -103,7 +104,7 @@ def explain(
         capture = TracingCapture(copied, parameters, BatchInfo(units, units, True, True, 0), draws, originals)
         for part in refused_parts(copied):
             capture.add(part.error)
-        _run(capture, copied, loss_fn, _on_cpu(batch), draws)
+        _run(capture, copied, loss_fn, _on_cpu(batch), draws, units)
     return Explanation(units, tuple(capture.operations), _joined(capture.found), tuple(capture.notes))
 
 
@@ -139,9 +140,12 @@ def _on_cpu(batch: Any) -> Any:
     return map_tensors(batch, lambda tensor: tensor.detach().cpu().clone())
 
 
-def _run(capture: TracingCapture, module: nn.Module, loss_fn: Callable, batch: Any, draws: RepeatedDraws) -> None:
+def _run(
+    capture: TracingCapture, module: nn.Module, loss_fn: Callable, batch: Any, draws: RepeatedDraws, units: int
+) -> None:
     """A forward pass and a loss, and a backward pass if nothing was refused before."""
     args, kwargs, target = ((), batch, batch) if isinstance(batch, Mapping) else (tuple(batch[:-1]), {}, batch[-1])
+    _note_inputs(capture, module, args, kwargs, units)
     try:
         capture.attach()
     except UnsupportedError as error:  # of hooks on the module: nothing can be followed beside them
@@ -167,6 +171,19 @@ def _run(capture: TracingCapture, module: nn.Module, loss_fn: Callable, batch: A
         capture.notes.append(f"After the refusals the pass ended: {one_line(error)}")
     finally:
         capture.detach()
+
+
+def _note_inputs(
+    capture: TracingCapture, module: nn.Module, args: tuple, kwargs: Mapping[str, Any], units: int
+) -> None:
+    """Inputs without an axis of units, which are let pass."""
+    for named in named_inputs(module, args, dict(kwargs)):
+        value = named.value
+        if isinstance(value, Tensor) and (value.ndim == 0 or value.shape[0] != units):
+            capture.notes.append(
+                f"Input '{named.path}' of shape {tuple(value.shape)} has no axis of {units} units first. A step takes it if it "
+                "is the same in every batch, or declared: public_inputs of make_private."
+            )
 
 
 def _require_loss(loss: Any) -> None:

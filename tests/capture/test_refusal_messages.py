@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import pickle
 import random
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,11 @@ PATCHES = {
         "loss = losses.mean()",
         "losses = F.cross_entropy(self.out(h).transpose(1, 2), target, reduction='none')\n{}\nreturn loss",
     ),
+    "second of two on a line": (
+        "h = h.mean(1, keepdim=True) * h + h.mean(0)",
+        "h = h.mean(1, keepdim=True) * h + h.mean(dim=(1, 2), keepdim=True)",
+        "{}",
+    ),
     "in place": ("z += h", "z = z + h", "z = torch.zeros(h.shape)\nz += self.shift\n{}\nh = z"),
     "in place method": ("z.add_(h)", "z = z.add(h)", "z = torch.zeros(h.shape)\nz += self.shift\n{}\nh = z"),
     "other arguments": (
@@ -117,6 +123,8 @@ PATCHES = {
 @pytest.mark.parametrize("case", PATCHES)
 def test_the_suggested_line_is_accepted_in_its_place(case: str, tmp_path: Path) -> None:
     old, new, body = PATCHES[case]
+    if "two" in case and sys.version_info < (3, 11):
+        pytest.skip("Python does not tell which of several expressions runs")
     path = written(tmp_path, "refused", body.format(old))
     refusal = refusal_of(lambda: run(path))
     assert refusal.suggestion == ((f"- {old}", f"+ {new}") if new else (f"- {old}",))

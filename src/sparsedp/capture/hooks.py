@@ -141,7 +141,7 @@ def _ordinary_gradient_hook(name: str) -> Callable[[Tensor], None]:
             "(in the loss or elsewhere outside of the module's forward, in compiled or custom code, or as a "
             "penalty on the "
             "weight itself). Move the use into forward(), use weight_decay for penalties, or freeze the parameter with "
-            "requires_grad_(False). Nothing was written."
+            "requires_grad_(False). Nothing was written. sparsedp.explain names the line if it is in the loss."
         )
 
     return refuse

@@ -14,7 +14,8 @@ import sysconfig
 import textwrap
 import weakref
 from collections.abc import Sequence
-from types import FrameType
+from itertools import islice
+from types import CodeType, FrameType
 from typing import NamedTuple
 
 import torch
@@ -33,9 +34,24 @@ _MODEL, _BETWEEN, _OWN_MODEL, _OUTSIDE = range(4)
 class Place(NamedTuple):
     """A line of code that calls an operation."""
 
-    file: str
+    code: CodeType
     line: int
-    function: str
+    instruction: int  # of the code, that runs
+
+    @property
+    def file(self) -> str:
+        return self.code.co_filename
+
+    @property
+    def function(self) -> str:
+        return self.code.co_name
+
+    @property
+    def span(self) -> tuple[int | None, ...] | None:
+        """First and last line, first and last column of the expression that runs; None where Python does not tell (3.10)."""
+        if not hasattr(self.code, "co_positions"):
+            return None
+        return next(islice(self.code.co_positions(), self.instruction // 2, None), None)
 
     @property
     def statement(self) -> Statement | None:
@@ -104,7 +120,7 @@ def _innermost(frame: FrameType | None) -> Place | None:
         if whose == _OUTSIDE:
             break
         if whose == _MODEL or (whose == _OWN_MODEL and own is None):
-            place = Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+            place = Place(frame.f_code, frame.f_lineno, frame.f_lasti)
             if whose == _MODEL:
                 return place
             own = place

@@ -23,7 +23,7 @@ from sparsedp.capture.places import Origins
 from sparsedp.capture.tape import Tape
 from sparsedp.capture.tensors import CONSTANT, DRAWN, SHARED, Derived, KnownTensors
 from sparsedp.capture.unit_memory import UnitMemory
-from sparsedp.capture.units import Info, UnitData
+from sparsedp.capture.units import Info, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
 
 
@@ -82,10 +82,12 @@ class Results:
             known[tensor] = info
             if tensor.is_nested:
                 known.place_parts(tensor)
-            if not isinstance(info, UnitData) or info.axis is None:
-                self.origins.note(tensor, name, data)
+            if isinstance(info, UnitData):
                 if info == UnitData(None):
+                    self.origins.note(tensor, name, data)
                     self._tape.refuse_in_loss(tensor, origin=self.origins.of(tensor))
+            elif not isinstance(info, WholeBatch):
+                self.origins.note(tensor, name, data)
         if not torch.is_grad_enabled():
             for tensor in outputs:
                 self._history.add(tensor)

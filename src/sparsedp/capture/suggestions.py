@@ -38,7 +38,7 @@ def without_writing(place: Place | None, operation: str) -> tuple[str, ...]:
     """The form of an operation in place that returns a new tensor: x.add_(y) becomes x = x.add(y)."""
     if not is_in_place(operation):
         return ()
-    return _patch(place, lambda tree: _not_in_place(tree, operation))
+    return _patch(place, lambda tree: _not_in_place(tree, operation, place))
 
 
 def per_unit(place: Place | None, reduced: Reduced) -> tuple[str, ...]:
@@ -50,14 +50,14 @@ def per_unit(place: Place | None, reduced: Reduced) -> tuple[str, ...]:
     fits = (name in _MANY_DIMS or len(own) == 1) if name in REDUCTIONS else name in _SAME_SHAPE
     if not own or not fits:
         return ()
-    return _patch(place, lambda tree: _along(tree, reduced.operation, name, own))
+    return _patch(place, lambda tree: _along(tree, reduced.operation, name, own, place))
 
 
 def over_all_positions(place: Place | None, operation: str) -> tuple[str, ...]:
     """A loss that divides by the number of all positions, not by that of the valid ones of the batch."""
     if operation not in OF_CLASSES:
         return ()
-    return _patch(place, lambda tree: _mean_of_each(tree, operation))
+    return _patch(place, lambda tree: _mean_of_each(tree, operation, place))
 
 
 def mean_of_all(place: Place | None) -> tuple[str, ...]:
@@ -80,7 +80,7 @@ def functional(place: Place | None, operation: str) -> tuple[str, ...]:
     """torch.nn.functional.embedding in place of torch.embedding, which takes the table first."""
 
     def change(tree: ast.stmt) -> ast.stmt | None:
-        call = _only_call(tree, operation)
+        call = _call_of(tree, operation, place)
         if operation != "embedding" or call is None or len(call.args) != 2 or call.keywords:
             return None
         call.func = ast.parse("torch.nn.functional.embedding", mode="eval").body
@@ -108,9 +108,12 @@ def _old(statement: Statement) -> tuple[str, ...]:
     return tuple(f"- {line}" for line in statement.text.splitlines())
 
 
-def _only_call(tree: ast.AST, name: str) -> ast.Call | None:
-    """The call of a function or method `name` in a statement; None if there is none, or several."""
+def _call_of(tree: ast.AST, name: str, place: Place | None) -> ast.Call | None:
+    """The call of a function or method `name` that runs at `place`; None if there is none, or it cannot be told."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) == name]
+    span = None if place is None else place.span
+    if len(calls) > 1 and span is not None:
+        calls = [c for c in calls if (c.lineno, c.end_lineno, c.col_offset, c.end_col_offset) == span]
     return calls[0] if len(calls) == 1 else None
 
 
@@ -130,11 +133,11 @@ def _is_method(call: ast.Call) -> bool:
     return base is not None and not is_module
 
 
-def _not_in_place(tree: ast.stmt, operation: str) -> ast.stmt | None:
+def _not_in_place(tree: ast.stmt, operation: str, place: Place | None) -> ast.stmt | None:
     if isinstance(tree, ast.AugAssign):
         value = ast.BinOp(_loaded(tree.target), tree.op, tree.value)
         return ast.Assign([tree.target], value) if isinstance(tree.target, (ast.Name, ast.Attribute)) else None
-    call = _only_call(tree, operation)
+    call = _call_of(tree, operation, place)
     if call is None or not isinstance(call.func, ast.Attribute) or not _is_method(call):
         return None
     call.func.attr = operation.rstrip("_")
@@ -151,9 +154,9 @@ def _loaded(target: ast.expr) -> ast.expr:
     return ast.parse(ast.unparse(target), mode="eval").body
 
 
-def _along(tree: ast.stmt, operation: str, name: str, dims: tuple[int, ...]) -> ast.stmt | None:
+def _along(tree: ast.stmt, operation: str, name: str, dims: tuple[int, ...], place: Place | None) -> ast.stmt | None:
     """The call of `operation` in a statement, as `name` along `dims`."""
-    call = _only_call(tree, operation)
+    call = _call_of(tree, operation, place)
     if call is None:
         return None
     position, _ = REDUCTIONS.get(operation) or ALONG[operation]
@@ -176,8 +179,8 @@ def _along(tree: ast.stmt, operation: str, name: str, dims: tuple[int, ...]) -> 
     return tree
 
 
-def _mean_of_each(tree: ast.stmt, operation: str) -> ast.stmt | None:
-    call = _only_call(tree, operation)
+def _mean_of_each(tree: ast.stmt, operation: str, place: Place | None) -> ast.stmt | None:
+    call = _call_of(tree, operation, place)
     if call is None:
         return None
     call.keywords = [word for word in call.keywords if word.arg != "reduction"]

@@ -84,7 +84,10 @@ class TracingCapture(Capture):
             self.notes += [] if note in self.notes else [note]
             return
         same = [(r.operation, r.file, r.line) for r in self.found]
-        if not refusal.file or (refusal.operation, refusal.file, refusal.line) not in same:
+        of_layer = any(
+            r.module == refusal.module and not r.operation for r in self.found
+        )  # which its place is joined to
+        if of_layer or not refusal.file or (refusal.operation, refusal.file, refusal.line) not in same:
             self.found.append(refusal)
 
     def _require(self, check: Callable[..., None], *values: Any) -> None:
