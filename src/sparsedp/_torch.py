@@ -61,5 +61,5 @@ is_tracing = torch._C._is_tracing
 
 def pad_packed(data: torch.Tensor, batch_sizes: torch.Tensor) -> torch.Tensor:
     """The rows of a packed sequence, padded with zeros: (sequences, steps, ...), in the order of the packed sequence."""
-    padded, _ = torch._VF._pad_packed_sequence(data, batch_sizes, True, 0.0, len(batch_sizes))  # type: ignore[attr-defined]
+    padded, _ = torch._VF._pad_packed_sequence(data, batch_sizes, True, 0.0, len(batch_sizes))
     return padded

@@ -7,7 +7,7 @@ and its output's gradient is kept with its input. An operation without a rule is
 leaves an ordinary gradient at the parameter, which raises.
 
 `Capture` decides what an operation is. Its parts do the rest: `tensors.py` knows what each tensor is, `tape.py` keeps the
-uses, `results.py` and `writes.py` run operations that are none, `module_state.py` and `unit_memory.py` watch what may be
+uses, `results.py` and `writes.py` run operations that are none, `owned_rows.py` follows rows without an axis of units, `module_state.py` and `unit_memory.py` watch what may be
 written where, `marking.py` tells the inputs of a pass apart, and `ops/` has the rules of each operation.
 """
 
@@ -136,7 +136,11 @@ class Capture:
         # What rules (`ops/protocol.py`) and custom functions ask, answered by the part that knows.
         self.expression, self.is_data, self.info = self._known.expression, self._known.is_data, self._known.info
         self.axis, self.known_axis, self.place = self._known.axis, self._known.known_axis, self._known.place
-        self.is_end_to_end, self.rows, self.place_rows = self._known.is_end_to_end, self._known.rows, self._known.place_rows
+        self.is_end_to_end, self.rows, self.place_rows = (
+            self._known.is_end_to_end,
+            self._known.rows,
+            self._known.place_rows,
+        )
         self.keep, self.refuse, self.where = self._tape.keep, self._pass.refuse, self._pass.where
         self.lose, self.whose_memory = self._memory.lose, self._state.whose_memory
         self.private_memory, self.forget_history = self._state.private_memory, self._history.clear

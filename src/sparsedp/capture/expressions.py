@@ -88,7 +88,9 @@ class Expression:
     @property
     def size(self) -> int:
         """Elements of a gradient that is carried back to parameters, or to looked-up rows of them."""
-        return sum(parameter.numel() for _, parameter in self.whole) + sum(rows.tensor.numel() for rows in self.looked_up)
+        return sum(parameter.numel() for _, parameter in self.whole) + sum(
+            rows.tensor.numel() for rows in self.looked_up
+        )
 
     @property
     def small(self) -> bool:

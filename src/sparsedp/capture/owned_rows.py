@@ -78,7 +78,9 @@ def spread(owners: Owners, axis: UnitAxis, size: int) -> Owners:
 # ---------------------------------------------------------------------- operations that make rows, or number them
 
 
-def rows_made(name: str, args: tuple, kwargs: dict, outputs: list[Tensor], info_of: InfoOf, units: int) -> list[Info] | None:
+def rows_made(
+    name: str, args: tuple, kwargs: dict, outputs: list[Tensor], info_of: InfoOf, units: int
+) -> list[Info] | None:
     """What is known of the results of an operation that makes rows with owners; None for any other operation."""
     maker = _MAKERS.get(name)
     return None if maker is None or not outputs else maker(args, kwargs, outputs, info_of, units)
@@ -224,7 +226,11 @@ def index_by_numbered(args: tuple, info_of: InfoOf) -> tuple | None:
         return None
     number = {id(item): int(item) for item in numbered}
     taken = tuple(
-        item if id(item) not in number else slice(number[id(item)], number[id(item)] + 1) if item.ndim else number[id(item)]
+        item
+        if id(item) not in number
+        else slice(number[id(item)], number[id(item)] + 1)
+        if item.ndim
+        else number[id(item)]
         for item in items
     )
     return source, taken if isinstance(index, tuple) else taken[0]
@@ -266,10 +272,11 @@ def _numbers_after(call: Call, operands: list[tuple[Tensor, Info]]) -> Info | No
     inner = numbers.counted.inner
     if not isinstance(divisor, int) or source is not call.args[0] or inner is None or divisor <= 0 or inner % divisor:
         return None
-    if call.name in ("floordiv", "floor_divide"):  # positions that a unit has several times, such as once for each expert
-        counted = owners_of_axis(
-            UnitAxis(0, inner // divisor), len(numbers.counted.units) // divisor, call.units
-        )
+    if call.name in (
+        "floordiv",
+        "floor_divide",
+    ):  # positions that a unit has several times, such as once for each expert
+        counted = owners_of_axis(UnitAxis(0, inner // divisor), len(numbers.counted.units) // divisor, call.units)
         return UnitData(None, numbers=RowNumbers(numbers.owners, counted))
     if call.name in ("mod", "remainder") and source.ndim == 1:
         return UnitData(None, Rows(0, numbers.owners))
@@ -540,7 +547,9 @@ def _put(call: Call, info_of: InfoOf) -> Info | None:
             return None
         place = known
     owners = _owners_picked(index, place, is_axis=False)
-    if owners is None or not _are_of(values, owners, index.at, target.ndim - len(index.columns) + 1, info_of, call.units):
+    if owners is None or not _are_of(
+        values, owners, index.at, target.ndim - len(index.columns) + 1, info_of, call.units
+    ):
         return None
     return info if isinstance(info, UnitData) else placed_rows(*place)
 
@@ -579,7 +588,12 @@ def _gathered(call: Call, info_of: InfoOf) -> Info | None:
     source, index = call.argument(0, "input"), call.argument(2, "index")
     info, numbers = info_of(source), info_of(index)
     place = place_of(source, info, call.units)
-    if place is None or not isinstance(numbers, UnitData) or numbers.numbers is None or call.argument(1, "dim") != place.dim:
+    if (
+        place is None
+        or not isinstance(numbers, UnitData)
+        or numbers.numbers is None
+        or call.argument(1, "dim") != place.dim
+    ):
         return None
     if place.dim != 0 or index.ndim != source.ndim or source.ndim > 2:
         return None

@@ -14,8 +14,8 @@ from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.history import HiddenHistory
 from sparsedp.capture.names import all_tensors, operands_of
 from sparsedp.capture.ops.lookups import OTHER_ORDER, moved_ids, public_ids
-from sparsedp.capture.ops.shape import SHAPE_ONLY
 from sparsedp.capture.ops.registry import Call
+from sparsedp.capture.ops.shape import SHAPE_ONLY
 from sparsedp.capture.owned_rows import follow_rows, rows_made
 from sparsedp.capture.tape import Tape
 from sparsedp.capture.tensors import CONSTANT, DRAWN, SHARED, Derived, KnownTensors

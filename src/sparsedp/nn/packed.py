@@ -28,7 +28,7 @@ def packed_rows(steps: Tensor, data: Tensor, batch_sizes: Tensor) -> Tensor:
 
 
 def unpacked(packed: PackedSequence) -> tuple[Tensor, Tensor]:
-    """(sequences, steps, ...) in the order of the packed sequence, and which of the steps are there, bool (sequences, steps, 1)."""
+    """(sequences, steps, ...) in the order of the packed sequence, and which steps are there, bool (sequences, steps, 1)."""
     data, sizes = packed.data, packed.batch_sizes
     return time_steps(data, sizes), time_steps(torch.ones_like(data[:, :1]), sizes) > 0
 

@@ -29,7 +29,9 @@ def _grouped(capture: CaptureForRules, name: str, func: Callable, args: tuple, k
     form = "give it rows (n, in) of the batch that are sorted by group, a parameter (groups, in, out), and offs"
     if weight is None or x.ndim != 2 or matrices.ndim != 3 or ends is None or bound.get("bias") is not None:
         raise capture.refuse(name, names, "this form of it is not followed", form)
-    numbers = torch.searchsorted(ends.contiguous(), torch.arange(len(x), device=ends.device, dtype=ends.dtype), right=True)
+    numbers = torch.searchsorted(
+        ends.contiguous(), torch.arange(len(x), device=ends.device, dtype=ends.dtype), right=True
+    )
     keys = None if rows is None or rows.dim != 0 else rows.owners.keys
     if rows is None or keys is None or not torch.equal(numbers.cpu(), keys.to(numbers.dtype).cpu()):
         raise capture.refuse(name, names, "it is not known that each row's own unit decides its group", form)
