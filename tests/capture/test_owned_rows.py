@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -61,7 +61,7 @@ def grouped(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
         return F.grouped_mm(rows, weights, offs=ends)
     except RuntimeError:  # torch's own does not take float64
         edges = [0, *ends.tolist()]
-        return torch.cat([rows[first:last] @ weights[n] for n, (first, last) in enumerate(itertools.pairwise(edges))])
+        return torch.cat([rows[first:last] @ weights[n] for n, (first, last) in enumerate(pairwise(edges))])
 
 
 def routed_by_sort(m: Any, x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils.rnn import pack_sequence
+from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
 from sparsedp.errors import UnsupportedError
 from sparsedp.nn import GRU, LSTM
@@ -122,12 +122,33 @@ def test_batch_is_axis_0_at_every_parameter(ours, theirs, batch_first):
 
 
 @pytest.mark.parametrize("ours, theirs", PAIRS)
+@pytest.mark.parametrize("form", [{}, {"num_layers": 2, "bidirectional": True}])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_packed_sequences_are_as_torch_has_them(ours, theirs, form, batch_first):
+    wanted, layer = (kind(4, 3, batch_first=batch_first, **form).double() for kind in (theirs, ours))
+    layer.load_state_dict(wanted.state_dict())
+    x = torch.randn(5, 6, 4).double()
+    first = torch.randn(len(form) ** 2 or 1, 5, 3).double()
+    for lengths in ([3, 1, 6, 2, 6], [6, 6, 3, 2, 1], [1, 1, 1, 1, 1]):
+        is_sorted = lengths == sorted(lengths, reverse=True)
+        for enforced in {False, is_sorted}:
+            packed = pack_padded_sequence(x if batch_first else x.transpose(0, 1), lengths, batch_first, enforced)
+            for states in (None, (first, 2 * first) if ours is LSTM else first):
+                (out, last), (expected, expected_last) = layer(packed, states), wanted(packed, states)
+                torch.testing.assert_close(out.data, expected.data)
+                torch.testing.assert_close(last, expected_last)
+                padded, sizes = pad_packed_sequence(out, batch_first)
+                assert sizes.tolist() == lengths
+
+
+@pytest.mark.parametrize("ours, theirs", PAIRS)
 def test_refusals(ours, theirs):
     with pytest.raises(UnsupportedError, match="proj_size"):
         ours(4, 6, proj_size=2)
     layer = ours(4, 6, batch_first=True)
-    with pytest.raises(UnsupportedError, match=r"PackedSequence.*mask"):
-        layer(pack_sequence([torch.randn(3, 4), torch.randn(2, 4)]))
+    with pytest.raises(ValueError, match="initial state"):
+        states = torch.zeros(1, 3, 6)
+        layer(pack_sequence([torch.randn(3, 4), torch.randn(2, 4)]), (states, states) if ours is LSTM else states)
     with pytest.raises(UnsupportedError, match="unsqueeze"):
         layer(torch.randn(5, 4))
     with pytest.raises(ValueError, match="features"):

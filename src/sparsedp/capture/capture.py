@@ -7,8 +7,9 @@ and its output's gradient is kept with its input. An operation without a rule is
 leaves an ordinary gradient at the parameter, which raises.
 
 `Capture` decides what an operation is. Its parts do the rest: `tensors.py` knows what each tensor is, `tape.py` keeps the
-uses, `results.py` and `writes.py` run operations that are none, `module_state.py` and `unit_memory.py` watch what may be
-written where, `marking.py` tells the inputs of a pass apart, and `ops/` has the rules of each operation.
+uses, `results.py` and `writes.py` run operations that are none, `owned_rows.py` follows rows without an axis of units,
+`module_state.py` and `unit_memory.py` watch what may be written where, `marking.py` tells the inputs of a pass apart, and
+`ops/` has the rules of each operation.
 """
 
 from __future__ import annotations

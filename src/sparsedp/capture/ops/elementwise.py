@@ -110,8 +110,8 @@ def tap(capture: CaptureForRules, name: str, expression: Expression, axis: UnitA
     if units == 1 and dim >= 0 and value.shape[dim] not in (1, size):
         # The only unit meets it several times, where its own values are broadcast.
         require_affordable(capture, name, expression)
-        shape = (1, *value.shape)
-        return capture.record(value, lambda grad: place_built(expression, grad.reshape(shape)), UnitAxis(dim))
+        every = (1, *value.shape)
+        return capture.record(value, lambda grad: place_built(expression, grad.reshape(every)), UnitAxis(dim))
     if dim >= 0 and value.shape[dim] != 1:
         if size != units:  # such as heads of all units, one unit's after the other's
             apart = _unflattened(expression, dim, (size // max(units * axis.inner, 1), units, axis.inner))
