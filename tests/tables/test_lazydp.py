@@ -198,8 +198,11 @@ def test_a_penalty_on_a_table_replays_eager(name: str) -> None:
     ]
     assert 0 in runs[0].sizes and 1 in runs[0].sizes
     eager, lazy, without = (run.state() for run in runs)
-    assert_same(lazy, eager)
-    assert not torch.allclose(without["shared.weight"], eager["shared.weight"], rtol=1e-3)
+    # LazyDP rounds a sum with its noise and the term to the grid, DP-SGD adds the term to what is rounded.
+    rounding = 1e-11 if name == "no noise" else 2e-3
+    for weight in eager:
+        torch.testing.assert_close(torch.Tensor(lazy[weight]), torch.Tensor(eager[weight]), rtol=1e-9, atol=rounding)
+    assert float((without["shared.weight"] - eager["shared.weight"]).abs().max()) > 100 * rounding
 
 
 @pytest.mark.parametrize("skew", [1, 12])

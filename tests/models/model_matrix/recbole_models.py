@@ -154,6 +154,8 @@ class OwnLoss(nn.Module):
         self.model = model
         if hasattr(model, "reparameterize"):  # draws, which no reference repeats
             self.model.reparameterize = lambda mu, logvar: mu + 0.01 * torch.exp(0.5 * logvar)
+        if hasattr(model, "sample_timesteps"):  # likewise
+            self.model.sample_timesteps = lambda units, *_: (torch.arange(units) * 0 + 2, torch.ones(units))
 
     def forward(self, **fields: Tensor) -> Tensor:
         from recbole.data.interaction import Interaction
@@ -177,14 +179,16 @@ def the_loss(loss: Tensor, batch: Any) -> Tensor:
     return loss
 
 
-# Kind, model, and what differs from the package's defaults. Without MacridVAE and DiffRec, whose losses draw and count their
-# calls: no reference repeats that.
+# Kind, model, and what differs from the package's defaults. Losses that draw (MacridVAE, DiffRec) draw nothing here, and do not
+# change with the number of their calls: no reference repeats that.
 MODELS: list[tuple[str, str, dict[str, Any]]] = [
     ("general", "ConvNCF", {"embedding_size": 16, "cnn_channels": [1, 4, 4], "cnn_kernels": [4, 4], "cnn_strides": [4, 4]}),
     *(("general", model, {}) for model in (
         "BPR", "NeuMF", "DMF", "FISM", "NAIS", "CDAE", "MultiDAE", "MultiVAE", "RecVAE", "RaCT",
         "ENMF", "SimpleX", "LINE", "NNCF", "DGCF", "SGL",
     )),
+    ("general", "MacridVAE", {"nogb": True, "drop_out": 0.0, "total_anneal_steps": 0, "reg_weights": [0.001, 0.001]}),
+    ("general", "DiffRec", {"noise_scale": 0.0}),
     ("context_aware", "PNN", {"reg_weight": 0.01}),
     *(("context_aware", model, {}) for model in (
         "LR", "FM", "FFM", "FNN", "FwFM", "NFM", "AFM", "WideDeep", "DeepFM", "xDeepFM", "DCN", "DCNV2", "DSSM",
@@ -220,6 +224,7 @@ PENALTIES: dict[str, Callable[[Any], Tensor]] = {
     "NextItNet": lambda model: (
         model.reg_weight * model.reg_loss([model.item_embedding.weight, model.final_layer.weight]) + model.reg_loss_rb()
     ),
+    "MacridVAE": lambda model: model.reg_loss(),
     "TransRec": lambda model: model.reg_loss(model.T),
 }
 
@@ -233,10 +238,18 @@ def _case(name: str, kind: str, model: str, changes: dict[str, Any], batch_norm:
     )  # fmt: skip
 
 
+def _diffrec_without_history() -> nn.Module:
+    """The package draws steps by the losses of earlier batches, which it keeps: without that, uniformly."""
+    built = _build("general", "DiffRec", {"noise_scale": 0.0})()
+    built.model.update_Lt_history = lambda *_: None
+    return built
+
+
 BPR = ("SASRec", "GRU4Rec", "NARM", "Caser", "STAMP", "LightSANs")
 
 CASES = [
     *(_case(f"recbole.{model}", kind, model, changes) for kind, model, changes in MODELS),
+    Case("recbole.DiffRec.uniform", "recbole", _diffrec_without_history, interactions, the_loss),
     *(_case(f"recbole.{model}.bpr", "sequential", model, {"loss_type": "BPR"}) for model in BPR),
     *(_case(f"recbole.{model}.batch_norm", "context_aware", model, {}, True) for model in ("NFM", "DCN")),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -152,6 +153,7 @@ MODELS: list[tuple[str, str, Make, Callable[..., Tensor]]] = [
     ("matching.gru4rec", "GRU4Rec", lambda M, f: M([f.user], [f.history], [f.item], [f.negatives], {"dims": [DIM]}),
      first_of_list_loss),
     ("matching.comirec", "ComirecSA", lambda M, f: M([f.user], [f.history], [f.item], [f.negatives]), first_of_list_loss),
+    ("matching.mind", "MIND", lambda M, f: M([f.user], [f.history], [f.item], [f.negatives], LENGTH), first_of_list_loss),
     ("matching.sine", "SINE", lambda M, f: M(["history"], ["item"], ["negatives"], ROWS, DIM, DIM, 4, 2, LENGTH), first_of_list_loss),
     ("matching.sasrec", "SASRec", lambda M, f: M([f.sequence, f.following, f.other], LENGTH, 0.0, 1, 1), sequence_pair_loss),
     ("matching.narm", "NARM", lambda M, f: M(f.mean_history, DIM, 0.0, 0.0), item_loss),
@@ -164,8 +166,23 @@ MODELS: list[tuple[str, str, Make, Callable[..., Tensor]]] = [
 ]  # fmt: skip
 
 
+class Undrawn:
+    """torch for a file whose forward passes draw: the same numbers for every unit, which a reference can repeat."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def randn(self, units: int, *sizes: int, **options: Any) -> Tensor:
+        return (
+            torch.linspace(-1, 1, math.prod(sizes), device=options.get("device"))
+            .view(1, *sizes)
+            .repeat(units, *[1] * len(sizes))
+        )
+
+
 def _build(file: str, name: str, make: Make, batch_norm: bool = False) -> Callable[[], nn.Module]:
     def build() -> nn.Module:
+        importlib.import_module("torch_rechub.basic.layers").torch = Undrawn()  # MIND's capsules
         model = make(getattr(importlib.import_module(f"torch_rechub.models.{file}"), name.split(".")[0]), Features())
         model = model if batch_norm else without_batch_norm(model)
         return model if isinstance(model, AsForward) else AsForward(model, lambda own, **x: own(x))
