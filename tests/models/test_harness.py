@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_matrix import harness
 from model_matrix.expected import Expectation, words_of
 from model_matrix.harness import Case, run_case
 from torch import Tensor, nn
@@ -62,10 +61,9 @@ def test_the_step_and_check_may_not_disagree(monkeypatch: pytest.MonkeyPatch) ->
     assert result.verdict == "check_disagrees" and result.reason == "[check] refused: not this one"
 
 
-def test_the_limit_for_small_parameters_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_for_small_parameters_is_lowered() -> None:
     def build() -> nn.Module:  # a copy of the parameter that no rule follows to any size
         return Apply(lambda m, ids, x: x @ torch.sin(m.weight).sum(1), weight=nn.Parameter(torch.randn(3, 50)))
 
     assert run_case(_case(build)).verdict == "works"
-    monkeypatch.setenv(harness.SMALL_VARIABLE, "100")
-    assert run_case(_case(build)).verdict == "refused"
+    assert run_case(_case(build), "large").verdict == "refused"
