@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from model_matrix.expected import Expectation, words_of
-from model_matrix.harness import Case, run_case
+from model_matrix.harness import SIZES, Case, Reference, run_case
 from torch import Tensor, nn
 
 import sparsedp
@@ -67,3 +67,13 @@ def test_the_limit_for_small_parameters_is_lowered() -> None:
 
     assert run_case(_case(build)).verdict == "works"
     assert run_case(_case(build), "large").verdict == "refused"
+
+
+def test_a_reference_that_fails_serves_both_sizes() -> None:
+    def build() -> nn.Module:
+        return Apply(lambda m, ids, x: m.out(m.norm(x)).squeeze(-1), norm=nn.BatchNorm1d(3), out=nn.Linear(3, 1))
+
+    case = _case(build)
+    reference = Reference(case)
+    verdicts = [run_case(case, sizes, reference).verdict for sizes in SIZES]
+    assert verdicts == ["refused", "refused"]
