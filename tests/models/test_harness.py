@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_matrix import harness
 from model_matrix.expected import Expectation, words_of
-from model_matrix.harness import Case, run_case
+from model_matrix.harness import SIZES, Case, Reference, run_case
 from torch import Tensor, nn
 
 import sparsedp
@@ -62,10 +61,19 @@ def test_the_step_and_check_may_not_disagree(monkeypatch: pytest.MonkeyPatch) ->
     assert result.verdict == "check_disagrees" and result.reason == "[check] refused: not this one"
 
 
-def test_the_limit_for_small_parameters_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_limit_for_small_parameters_is_lowered() -> None:
     def build() -> nn.Module:  # a copy of the parameter that no rule follows to any size
         return Apply(lambda m, ids, x: x @ torch.sin(m.weight).sum(1), weight=nn.Parameter(torch.randn(3, 50)))
 
     assert run_case(_case(build)).verdict == "works"
-    monkeypatch.setenv(harness.SMALL_VARIABLE, "100")
-    assert run_case(_case(build)).verdict == "refused"
+    assert run_case(_case(build), "large").verdict == "refused"
+
+
+def test_a_reference_that_fails_serves_both_sizes() -> None:
+    def build() -> nn.Module:
+        return Apply(lambda m, ids, x: m.out(m.norm(x)).squeeze(-1), norm=nn.BatchNorm1d(3), out=nn.Linear(3, 1))
+
+    case = _case(build)
+    reference = Reference(case)
+    verdicts = [run_case(case, sizes, reference).verdict for sizes in SIZES]
+    assert verdicts == ["refused", "refused"]

@@ -9,12 +9,15 @@ from fnmatch import fnmatch
 
 from model_matrix.cases import CASES
 from model_matrix.expected import update
-from model_matrix.harness import Case, run_case
+from model_matrix.harness import SIZES, Case, Reference, Sizes, run_case
 
 
-def _run(case: Case) -> tuple[str, str]:
+def _run(case: Case, sizes: Sizes, references: dict[str, Reference]) -> tuple[str, str]:
     try:
-        result = run_case(case)
+        if case.name not in references:
+            references.clear()  # those of cases that are done
+            references[case.name] = Reference(case)
+        result = run_case(case, sizes, references[case.name])
     except Exception as error:  # of the case itself: its model cannot be built
         return "broken", repr(error)
     return result.verdict, result.reason
@@ -23,27 +26,33 @@ def _run(case: Case) -> tuple[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Runs the matrix of models and prints its table.")
     parser.add_argument("pattern", nargs="*", default=["*"], help="shell patterns of names of cases")
+    parser.add_argument("--sizes", choices=SIZES, action="append", help="tiny or large; both if it is not given")
     parser.add_argument("--out", help="a file for the table")
     parser.add_argument("--update", action="store_true", help="writes what came out to expected.tsv")
     options = parser.parse_args()
-    counts: Counter[str] = Counter()
-    results: dict[str, tuple[str, str]] = {}
+    counts: Counter[tuple[str, str]] = Counter()
+    results: dict[Sizes, dict[str, tuple[str, str]]] = {sizes: {} for sizes in options.sizes or SIZES}
+    references: dict[str, Reference] = {}
     out = open(options.out, "w") if options.out else None  # noqa: SIM115
     for case in CASES:
         if not any(fnmatch(case.name, pattern) for pattern in options.pattern):
             continue
-        start = time.process_time()
-        verdict, reason = _run(case) if case.is_installed else ("skipped", f"{case.package} is not installed")
-        counts[verdict] += 1
-        results[case.name] = verdict, reason
-        print(f"{case.name}\t{verdict}\t{time.process_time() - start:.1f}\t{reason[:300]}", flush=True)
-        if out is not None:
-            print(case.name, verdict, reason, sep="\t", file=out, flush=True)
-    print(dict(counts))
+        if not case.is_installed:
+            print(f"{case.name}\t{case.package} is not installed", flush=True)
+            continue
+        for sizes, of_sizes in results.items():
+            start = time.process_time()
+            verdict, reason = of_sizes[case.name] = _run(case, sizes, references)
+            counts[sizes, verdict] += 1
+            seconds = time.process_time() - start
+            print(f"{case.name}\t{sizes}\t{verdict}\t{seconds:.1f}\t{reason[:300]}", flush=True)
+            if out is not None:
+                print(case.name, sizes, verdict, reason, sep="\t", file=out, flush=True)
+    for (sizes, verdict), count in sorted(counts.items()):
+        print(f"{sizes}: {count} {verdict}")
     if options.update:
-        update(
-            {name: result for name, result in results.items() if result[0] != "skipped"}, [case.name for case in CASES]
-        )
+        for sizes, of_sizes in results.items():
+            update(of_sizes, [case.name for case in CASES], sizes)
 
 
 if __name__ == "__main__":

@@ -7,17 +7,15 @@ A case has a line for its tiny sizes and one for large ones (the limit for small
 from __future__ import annotations
 
 import csv
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from model_matrix.harness import SMALL_VARIABLE
+from model_matrix.harness import SIZES, Sizes
 
 FILE = Path(__file__).with_name("expected.tsv")
 COLUMNS = ("case", "sizes", "verdict", "rightly", "reason")
-SIZES = "large" if SMALL_VARIABLE in os.environ else "tiny"
 # Where words that name the cause end: what follows are names and shapes of the case.
 _ENDS = re.compile(
     r" in module '| on parameter '|: (its|the|units|it) | combines | into shape | because |, which|(?<=\w)\. |; \["
@@ -36,7 +34,7 @@ class Expectation:
         return verdict == self.verdict and self.reason in reason
 
 
-def read(sizes: str = SIZES) -> dict[str, Expectation]:
+def read(sizes: Sizes) -> dict[str, Expectation]:
     """The cases that are expected to do anything else than to work."""
     with FILE.open(newline="") as file:
         lines = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
@@ -47,9 +45,9 @@ def read(sizes: str = SIZES) -> dict[str, Expectation]:
     }
 
 
-def update(results: Mapping[str, tuple[str, str]], order: Sequence[str], sizes: str = SIZES) -> None:
+def update(results: Mapping[str, tuple[str, str]], order: Sequence[str], sizes: Sizes) -> None:
     """Writes the verdicts and reasons of `results`, by case, for `sizes`; whether rightly stays as it was."""
-    tables = {each: read(each) for each in ("tiny", "large")}
+    tables = {each: read(each) for each in SIZES}
     for name, (verdict, reason) in results.items():
         before = tables[sizes].pop(name, Expectation("works"))
         if before.fits(verdict, reason) and verdict != "works":

@@ -3,19 +3,22 @@
 A case is judged by stages. `dpsgd`, `adafest` and `lazydp` take private steps without noise on Poisson batches of 6, 4, 2 and 1
 examples and compare every update with the reference; `empty` is the step of each of them on a batch of no examples; `check` asks
 `sparsedp.check` about the same model. The verdict is made of all of them.
+
+Models are judged at two sizes. "tiny" is what they are built with. "large" shows what real sizes would meet: the number of elements
+below which a parameter may pass through any operation is lowered to `LARGE_FROM`, for one step of DP-SGD on 6 examples and for
+`check`; other mechanisms and sizes of batches see the same uses.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib.util
-import os
 import random
 import sys
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from unittest import mock
@@ -45,9 +48,10 @@ SHORTER, LONGER = 1e-4, 1e-6
 MOST_LOST = 1e-3
 # Of one parameter's update, relative to its own size, and a floor relative to the whole update's below which rounding hides it.
 TOLERANCE_ALONE, FLOOR_ALONE = 1e-2, 1e-5
-# The size below which a parameter may pass through any operation; set, the matrix sees what real sizes would meet, in one step
-# of DP-SGD on 6 examples and in `check`: other mechanisms and sizes of batches see the same uses.
-SMALL_VARIABLE = "SPARSEDP_MODELS_SMALL"
+# At size "large", parameters of so many elements count as large.
+LARGE_FROM = 100
+Sizes = Literal["tiny", "large"]
+SIZES: tuple[Sizes, ...] = ("tiny", "large")
 
 MECHANISMS: dict[str, Callable[[], sparsedp.Mechanism]] = {
     "dpsgd": sparsedp.DPSGD,
@@ -117,19 +121,21 @@ class Result:
         return "; ".join(f"[{', '.join(stages)}] {text}" for text, stages in said.items())
 
 
-def run_case(case: Case) -> Result:
-    """All stages of a case. A model whose step is refused goes through no more than `check`."""
+def run_case(case: Case, sizes: Sizes = "tiny", reference: Reference | None = None) -> Result:
+    """All stages of a case. A model whose step is refused goes through no more than `check`.
+
+    `reference` is of the same case; None: a new one.
+    """
     result = Result()
-    with warnings.catch_warnings(), small_limit():
+    reference = reference or Reference(case)
+    with warnings.catch_warnings(), lowered_limit() if sizes == "large" else nullcontext():
         warnings.simplefilter("ignore")
-        _built(case)  # what goes wrong here is the case's fault
-        rows = _rows(case.batch(DATA)) if case.collate is None else case.batch(DATA)
-        reference = Reference(case, rows)
-        result.stages["dpsgd"], empty = _steps(case, rows, reference, "dpsgd")
-        result.stages["check"] = _check(case, rows)
-        others = ("adafest", "lazydp") if SMALL_VARIABLE not in os.environ else ()
+        built(case)  # what goes wrong here is the case's fault
+        result.stages["dpsgd"], empty = _steps(case, reference, "dpsgd", sizes)
+        result.stages["check"] = _check(case, reference.rows)
+        others = ("adafest", "lazydp") if sizes == "tiny" else ()
         for name in others if result.stages["dpsgd"].verdict == "works" else ():
-            result.stages[name], of_none = _steps(case, rows, reference, name)
+            result.stages[name], of_none = _steps(case, reference, name, sizes)
             empty = of_none if empty is None or empty.verdict == "works" else empty
         if empty is not None:
             result.stages["empty"] = empty
@@ -137,26 +143,18 @@ def run_case(case: Case) -> Result:
 
 
 @contextmanager
-def small_limit() -> Iterator[None]:
-    """With the environment variable set, the size below which a parameter may pass through any operation."""
-    wanted = os.environ.get(SMALL_VARIABLE)
-    if wanted is None:
-        yield
-        return
+def lowered_limit() -> Iterator[None]:
+    """Parameters of `LARGE_FROM` elements count as large."""
     holders = [
         module
         for name, module in sys.modules.items()
         if name.startswith("sparsedp.capture") and hasattr(module, "SMALL")
     ]
     assert holders, "no module of sparsedp.capture has the limit SMALL any more"
-    patches = [mock.patch.object(module, "SMALL", int(wanted)) for module in holders]
-    for patch in patches:
-        patch.start()
-    try:
+    with ExitStack() as patches:
+        for module in holders:
+            patches.enter_context(mock.patch.object(module, "SMALL", LARGE_FROM))
         yield
-    finally:
-        for patch in patches:
-            patch.stop()
 
 
 # ---------------------------------------------------------------------- examples and batches
@@ -175,19 +173,22 @@ class Examples(Dataset[Any]):
         return self.rows[index]
 
 
-def _rows(batch: Batch) -> list[Any]:
+def _rows(case: Case) -> list[Any]:
+    batch = case.batch(DATA)
+    if case.collate is not None:
+        return batch
     if isinstance(batch, Mapping):
         return [{key: value[i] for key, value in batch.items()} for i in range(DATA)]
     return [tuple(value[i] for value in batch) for i in range(DATA)]
 
 
-def _loader(case: Case, rows: list[Any]) -> DataLoader:
+def loader_of(case: Case, rows: list[Any]) -> DataLoader:
     return DataLoader(
         Examples(rows), batch_size=EXPECTED_BATCH, shuffle=True, collate_fn=case.collate or default_collate
     )
 
 
-def _forward(case: Case, module: nn.Module, batch: Batch) -> Tensor:
+def forward(case: Case, module: nn.Module, batch: Batch) -> Tensor:
     if isinstance(batch, Mapping):
         return case.loss(module(**batch), batch)
     return case.loss(module(*batch[:-1]), batch[-1])
@@ -204,7 +205,7 @@ def _to(batch: Any, dtype: torch.dtype) -> Any:
     return batch
 
 
-def _built(case: Case) -> nn.Module:
+def built(case: Case) -> nn.Module:
     """The module in training mode and without dropout, with the same weights each time."""
     seed = zlib.crc32(case.name.encode())
     random.seed(seed)
@@ -223,7 +224,7 @@ def _apart(case: Case) -> nn.Module:
 
     Not always copied: what a lambda in a module refers to stays the original's.
     """
-    one, other = _built(case), _built(case)
+    one, other = built(case), built(case)
     shared = {id(part) for part in one.modules()} & {id(part) for part in other.modules()}
     return copy.deepcopy(one) if shared else one
 
@@ -232,18 +233,21 @@ def _apart(case: Case) -> nn.Module:
 
 
 class Reference:
-    """Each example's gradient by ordinary autograd on that example alone, in float64 where the model can."""
+    """Each example's gradient by ordinary autograd on that example alone, in float64 where the model can.
 
-    def __init__(self, case: Case, rows: list[Any]) -> None:
-        self._case, self._rows = case, rows
+    `added_to_norms` is what a library adds to a norm before it divides by it.
+    """
+
+    def __init__(self, case: Case, added_to_norms: float = 0.0) -> None:
+        self._case, self.rows, self._added = case, _rows(case), added_to_norms
         self._module: nn.Module | None = None
         self._dtype = torch.float64
         self._shares: dict[int, tuple[Weights, list[Weights]]] = {}  # by step: at which weights, and the units' shares
         self.max_norm = 0.0
 
     def prepare(self) -> None:
-        """Sets the bound so that about half of the examples are clipped."""
-        if self._module is not None:
+        """Sets the bound so that about half of the examples are clipped; raises each time if the model cannot."""
+        if self.max_norm:
             return
         failure: Exception | None = None
         for dtype in (torch.float64, torch.float32):
@@ -257,13 +261,12 @@ class Reference:
                 self.max_norm = norm or 1.0
                 return
             failure = ArithmeticError("the gradient of an example alone is NaN or infinite")
-        self._module = None
         assert failure is not None
         raise failure
 
     def in_float32(self) -> Reference:
         """The same in float32: how far it is off tells what rounding does to this model."""
-        single = Reference(self._case, self._rows)
+        single = Reference(self._case, self._added)
         single._module, single._dtype, single.max_norm = _apart(self._case), torch.float32, self.max_norm
         return single
 
@@ -271,9 +274,9 @@ class Reference:
         """Of an example alone, without the penalty."""
         assert self._module is not None
         collate = self._case.collate or default_collate
-        batch = _to(collate([self._rows[index]]), self._dtype)
+        batch = _to(collate([self.rows[index]]), self._dtype)
         penalty = 0.0 if self._case.penalty is None else self._case.penalty(self._module)
-        return self._derived(_forward(self._case, self._module, batch) - penalty)
+        return self._derived(forward(self._case, self._module, batch) - penalty)
 
     def penalty(self, weights: Weights) -> Weights:
         """The gradient of what depends on parameters alone, at `weights`."""
@@ -309,7 +312,7 @@ class Reference:
         divisor = EXPECTED_BATCH if self._case.loss_reduction == "mean" else 1
         for index in DRAWN[step]:
             gradient = self.gradient(index)
-            factor = self.max_norm / max(_norm(gradient), self.max_norm) / divisor
+            factor = min(1.0, self.max_norm / (_norm(gradient) + self._added)) / divisor
             shares.append({name: factor * value for name, value in gradient.items()})
         self._shares[step] = (weights, shares)
         return shares
@@ -323,19 +326,19 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).norm() <= 1e-7 * other.norm())
 
 
-def _trained(module: nn.Module) -> Weights:
+def trained(module: nn.Module) -> Weights:
     return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
 
 
 # ---------------------------------------------------------------------- the stages
 
 
-def _steps(case: Case, rows: list[Any], reference: Reference, name: str) -> tuple[Outcome, Outcome | None]:
+def _steps(case: Case, reference: Reference, name: str, sizes: Sizes) -> tuple[Outcome, Outcome | None]:
     """The outcome of steps on examples, and that of a step on none, if it came to it."""
     place = "make_private"
     engine = sparsedp.PrivacyEngine(seed=1)
     try:
-        module = _built(case)
+        module = built(case)
         drawn = iter(DRAWN)
         try:
             reference.prepare()
@@ -348,29 +351,29 @@ def _steps(case: Case, rows: list[Any], reference: Reference, name: str) -> tupl
         optimizer = torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=RATE)
         with mock.patch("sparsedp.sampling.draws.poisson_indices", lambda *_: np.array(next(drawn), dtype=np.int64)):
             module, private, loader = engine.make_private(
-                module=module, optimizer=optimizer, data_loader=_loader(case, rows), noise_multiplier=0.0,
+                module=module, optimizer=optimizer, data_loader=loader_of(case, reference.rows), noise_multiplier=0.0,
                 max_grad_norm=max_norm, mechanism=MECHANISMS[name](), loss_reduction=case.loss_reduction,
                 replace_recurrent=True,
             )  # fmt: skip
             for step, batch in enumerate(loader):
                 place = f"batch of {len(DRAWN[step])}"
-                before = _trained(module)
+                before = trained(module)
                 private.zero_grad()
-                _forward(case, module, batch).backward()
+                forward(case, module, batch).backward()
                 private.step()
                 place = f"reference of a batch of {len(DRAWN[step])}"
                 reference.prepare()
-                wrong = _difference(before, _trained(module), reference, step)
+                wrong = difference(before, trained(module), reference, step)
                 if wrong:
                     outcome = Outcome("wrong", f"batch of {len(DRAWN[step])}: {wrong}")
                     return (Outcome("works"), outcome) if not DRAWN[step] else (outcome, None)
-                if SMALL_VARIABLE in os.environ:
+                if sizes == "large":
                     return Outcome("works"), None
                 place = f"batch of {len(DRAWN[min(step + 1, len(DRAWN) - 1)])}"
     except sparsedp.SparseDPError as error:
-        outcome = Outcome("refused", f"{place}: {_one_line(error)}")
+        outcome = Outcome("refused", f"{place}: {one_line(error)}")
     except Exception as error:
-        outcome = Outcome("crash", f"{place}: {type(error).__name__}: {_one_line(error)}")
+        outcome = Outcome("crash", f"{place}: {type(error).__name__}: {one_line(error)}")
     else:
         return Outcome("works"), Outcome("works")
     finally:
@@ -378,7 +381,7 @@ def _steps(case: Case, rows: list[Any], reference: Reference, name: str) -> tupl
     return (Outcome("works"), outcome) if place.endswith("of 0") else (outcome, None)
 
 
-def _difference(before: Weights, after: Weights, reference: Reference, step: int) -> str:
+def difference(before: Weights, after: Weights, reference: Reference, step: int) -> str:
     """What is wrong with a step; empty if nothing is."""
     shares = reference.shares(step, before)
     penalty = reference.penalty(before)
@@ -434,18 +437,18 @@ def _factors(shares: list[Weights], changes: Weights) -> list[float]:
 def _check(case: Case, rows: list[Any]) -> Outcome:
     settings: dict[str, Any] = {"units": 3, "loss_reduction": case.loss_reduction, "replace_recurrent": True}
     try:
-        module = _built(case)
+        module = built(case)
         if case.collate is None:
             batch = default_collate([rows[index] for index in DRAWN[0]])
             sparsedp.check(module, case.loss, batch, **settings)
         else:
-            sparsedp.check(module, case.loss, data_loader=_loader(case, rows), **settings)
+            sparsedp.check(module, case.loss, data_loader=loader_of(case, rows), **settings)
     except sparsedp.SparseDPError as error:
-        return Outcome("refused", _one_line(error))
+        return Outcome("refused", one_line(error))
     except Exception as error:
-        return Outcome("crash", f"{type(error).__name__}: {_one_line(error)}")
+        return Outcome("crash", f"{type(error).__name__}: {one_line(error)}")
     return Outcome("works")
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
