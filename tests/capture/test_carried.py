@@ -140,6 +140,14 @@ def test_what_cancels_hides_nothing(copy: Callable[[Tensor], Tensor], scale: flo
                 )
 
 
+def test_rounding_is_that_of_the_parameter(nothing_is_small: None) -> None:
+    """A copy in float64 has gradients in float64, but what reaches the parameter is rounded to its own type."""
+    found = capture_uses(
+        Apply(lambda m, x: x.double() @ m.w.double() + (x * m.w[:, 0]).sum(-1, True), w=par(D, 3)), [x()]
+    )
+    assert is_carried(found) and {use.like.dtype for use in found.uses["w"].all} == {torch.float32}
+
+
 # ---------------------------------------------------------------------- attacks
 
 

@@ -31,8 +31,6 @@ _SAME = 16
 _ROUNDED = 64
 # Elements of a parameter up to which its per-unit gradient may be written out.
 SMALL = 1 << 16
-
-
 # Of larger ones, elements of all units' gradients that are written out together, in multiples of SMALL.
 _WRITTEN = 256
 # Elements of a computed copy and of the parameters behind it, for one unit: as much is written out at a time.
@@ -251,7 +249,7 @@ def _are_multiples(one: Tensor | None, other: Tensor | None, multiples: Tensor) 
 def _place(
     expression: Expression, units: int, gradient: Gradient, memory: tuple[Tensor, ...], is_written: bool = False
 ) -> Placed:
-    """`gradient` reads the tensors `memory`, the first of which has its type; all of it may be there already."""
+    """`gradient` reads the tensors `memory`; if it `is_written`, it is there for all units already."""
     name, parameter = expression.parameters[0]
     if expression.ids is not None:
         values = gradient(slice(0, units))
@@ -265,7 +263,7 @@ def _place(
         return [(name, Built(values.reshape(units, values.shape[1:].numel()), expression.offset))]
     if _is_written_out(expression, units, size):
         return [(name, Built(_scattered(expression, gradient(slice(0, units))), 0))]
-    return [(name, Carried.of(Part(gradient, lambda values: _scattered(expression, values), memory), size, units))]
+    return [(name, Carried.of(Part(gradient, lambda values: _scattered(expression, values), memory), parameter, units))]
 
 
 def _is_written_out(expression: Expression, units: int, size: int) -> bool:
@@ -358,7 +356,7 @@ def _through_autograd(expression: Expression, units: int, gradient: Gradient, me
     for name, parameter in in_full:
         if all(name != other for other, _ in together):
             part = Part(gradient, _carrier(expression, parameter), memory)
-            placed.append((name, Carried.of(part, parameter.numel(), units)))
+            placed.append((name, Carried.of(part, parameter, units)))
     return placed
 
 
@@ -392,7 +390,9 @@ def _size(origin: Origin) -> int:
 def _carrier(expression: Expression, parameter: Tensor) -> Callable[[Tensor], Tensor]:
     def carry(values: Tensor) -> Tensor:
         (grad,) = _gradients(expression, values, [parameter])
-        return values.new_zeros(len(values), parameter.numel()) if grad is None else grad.reshape(len(values), -1)
+        if grad is None:
+            return torch.zeros(len(values), parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+        return grad.reshape(len(values), -1)
 
     return carry
 

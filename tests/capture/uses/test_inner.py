@@ -87,7 +87,7 @@ def carried(generator: torch.Generator, parts: int = 1) -> tuple[Use, Tensor]:
     for _ in range(parts):
         values, jacobian = normal(generator, UNITS, 6), normal(generator, 6, size)
         part = Part(lambda s, v=values: v[s], lambda v, j=jacobian: v @ j, (values,))  # type: ignore[misc]
-        uses.append(Carried.of(part, size, UNITS))
+        uses.append(Carried.of(part, values.new_zeros(size), UNITS))
         wanted += values @ jacobian
     (use,) = Carried.merged(uses)
     return use, wanted.view(UNITS, ROWS, DIM)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,8 @@ def of_owners(use: Use, owners: Tensor, units: int) -> Use:
     if isinstance(use, Linear) and len(use.inputs) == len(owners):
         return _linear(use, owners, units)
     if isinstance(use, Carried) and len(use.places) == len(owners):
-        return Carried.of_parts([_carried(part, owners, units) for part in use.parts], use.size, units)
+        places = torch.arange(units, device=owners.device)[:, None]
+        return replace(use, parts=[_carried(part, owners, units) for part in use.parts], places=places)
     raise SparseDPError(
         f"A use of the kind {type(use).__name__} by rows that units have in different numbers is not available."
     )

@@ -33,6 +33,7 @@ class Carried(Use):
 
     parts: list[Part]
     size: int  # elements of W
+    empty: Tensor  # (0,), of W's type and device
     places: Tensor  # (B, c): the examples of each unit
     missing: Tensor | None = None  # (B, c) bool: examples that are not there
     rows: Tensor | None = None  # (n,) rows of W, ascending, outside of which the gradient counts as zero; None: all
@@ -40,13 +41,10 @@ class Carried(Use):
     square: Tensor | None = None  # (B,) squared norm of each unit's gradient, once it is known
 
     @staticmethod
-    def of(part: Part, size: int, examples: int) -> Carried:
-        """A use in which each example is a unit."""
-        return Carried.of_parts([part], size, examples)
-
-    @staticmethod
-    def of_parts(parts: list[Part], size: int, examples: int) -> Carried:
-        return Carried(parts, size, torch.arange(examples, device=parts[0].memory[0].device)[:, None])
+    def of(part: Part, parameter: Tensor, examples: int) -> Carried:
+        """A use of `parameter` in which each example is a unit."""
+        empty = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+        return Carried([part], parameter.numel(), empty, torch.arange(examples, device=parameter.device)[:, None])
 
     @staticmethod
     def merged(carrieds: list[Carried]) -> list[Carried]:
@@ -57,7 +55,7 @@ class Carried(Use):
 
     @property
     def like(self) -> Tensor:
-        return self.parts[0].memory[0]
+        return self.empty
 
     @property
     def can_cancel(self) -> bool:
