@@ -7,8 +7,9 @@ and its output's gradient is kept with its input. An operation without a rule is
 leaves an ordinary gradient at the parameter, which raises.
 
 `Capture` decides what an operation is. Its parts do the rest: `tensors.py` knows what each tensor is, `tape.py` keeps the
-uses, `results.py` and `writes.py` run operations that are none, `owned_rows.py` follows rows without an axis of units, `module_state.py` and `unit_memory.py` watch what may be
-written where, `marking.py` tells the inputs of a pass apart, and `ops/` has the rules of each operation.
+uses, `results.py` and `writes.py` run operations that are none, `owned_rows.py` follows rows without an axis of units,
+`module_state.py` and `unit_memory.py` watch what may be written where, `marking.py` tells the inputs of a pass apart, and
+`ops/` has the rules of each operation.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ from sparsedp.capture.ops import run_use
 from sparsedp.capture.ops.normalisation import BATCH_STATISTICS, takes_batch_statistics
 from sparsedp.capture.ops.registry import AXIS_RULES, plain_name
 from sparsedp.capture.ops.shape import SHAPE_ONLY
-from sparsedp.capture.owned_rows import NUMBERED, index_by_numbered
+from sparsedp.capture.owned_rows import chosen_mask, index_by_numbered
 from sparsedp.capture.randomness import COUNTING, TRAINING, WITHOUT_GRADIENT, Draws, draws_nothing, may_draw
 from sparsedp.capture.results import Results
 from sparsedp.capture.row_uses import by_rows
@@ -327,8 +328,10 @@ class Capture:
             first = known[data[0]] if data else None
             func, drawn = self.draws.replacing(name, func, first.axis if isinstance(first, UnitData) else None), True
         if name == "getitem" and data and (taken := index_by_numbered(args, known.get)) is not None:
-            self._state.taken_out, args = name, taken
-            data = [tensor for tensor in data if known.get(tensor) is not NUMBERED]
+            self._state.taken_out = name
+            out = func(*taken, **kwargs)
+            known[out] = chosen_mask(self._results.follow(name, taken, kwargs, [taken[0]], out))
+            return out
         if expressions and data and not shared:
             joined = sign_of_term(name, args, kwargs, map(known.get, data), expressions)
             if joined is not None:
