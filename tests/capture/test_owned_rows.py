@@ -52,7 +52,7 @@ def routed_over_hits(m: Any, x: Tensor) -> Tensor:
     total = torch.zeros_like(flat)
     for number in torch.greater(mask.sum((-1, -2)), 0).nonzero():
         which, rows = torch.where(mask[number].squeeze(0))
-        total.index_add_(0, rows, F.linear(flat[rows], m.experts[number[0]]) + which[:, None])
+        total.index_add_(0, rows, F.linear(flat[rows], m.experts[int(number)]) + which[:, None])
     return m.out(total.view(x.shape))
 
 
@@ -224,6 +224,10 @@ MIXING: dict[str, Callable[..., Tensor]] = {
     "pairs of rows": lambda m, x: m.out(m.a(x[mask_of(x)][: 2 * (int(mask_of(x).sum()) // 2)].view(-1, 2, D)).sum(1)),
     "groups of others": groups_of_others,
     "a part that others decide": lambda m, x: m.out(m.a(x)[:, (mask_of(x).sum(0) > 2).nonzero()[0, 0]]),
+    "a part of the inputs that others decide": lambda m, x: m.out(m.a(x[:, (mask_of(x).sum(0) > 2).nonzero()[0, 0]])),
+    "ids that others decide": lambda m, x: m.table((x[..., 0] > 0).long()[:, (mask_of(x).sum(0) > 2).nonzero()[0, 0]]),
+    "a mask that others decide": lambda m, x: m.out(m.a(x)) * mask_of(x)[:, (mask_of(x).sum(0) > 2).nonzero()[0]][..., None],
+    "an expert that others decide": lambda m, x: F.linear(x, m.experts[(mask_of(x).sum(0)[:E] > 0).nonzero()[0, 0]]),
     "row norms of the batch": lambda m, x: written(x, mask_of(x), m.a(F.normalize(x[mask_of(x)], dim=0))),
     "one constant after the other": lambda m, x: m.out(m.a(x) * written(x, mask_of(x), torch.arange(
         int(mask_of(x).sum())).to(x.dtype)[:, None].expand(-1, D))),

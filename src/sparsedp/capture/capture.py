@@ -55,7 +55,7 @@ from sparsedp.capture.ops import run_use
 from sparsedp.capture.ops.normalisation import BATCH_STATISTICS, takes_batch_statistics
 from sparsedp.capture.ops.registry import AXIS_RULES, plain_name
 from sparsedp.capture.ops.shape import SHAPE_ONLY
-from sparsedp.capture.owned_rows import NUMBERED, index_by_numbered
+from sparsedp.capture.owned_rows import chosen_mask, index_by_numbered
 from sparsedp.capture.places import Origins
 from sparsedp.capture.precision import LOW_PRECISION, low_precision_refused, refuse_autocast, refuse_rounding
 from sparsedp.capture.randomness import COUNTING, TRAINING, WITHOUT_GRADIENT, Draws, draws_nothing, may_draw
@@ -352,8 +352,10 @@ class Capture:
             first = known[data[0]] if data else None
             func, drawn = self.draws.replacing(name, func, first.axis if isinstance(first, UnitData) else None), True
         if name == "getitem" and data and (taken := index_by_numbered(args, known.get)) is not None:
-            self._state.taken_out, args = name, taken
-            data = [tensor for tensor in data if known.get(tensor) is not NUMBERED]
+            self._state.taken_out = name
+            out = func(*taken, **kwargs)
+            known[out] = chosen_mask(self._results.follow(name, taken, kwargs, [taken[0]], out))
+            return out
         if expressions and data and not shared:
             joined = sign_of_term(name, args, kwargs, map(known.get, data), expressions)
             if joined is not None:

@@ -45,12 +45,13 @@ def follow(
 def _is_placed(info: Info, out: Tensor) -> bool:
     if not isinstance(info, UnitData):
         return False
-    return info.rows is not None or info.numbers is not None or (info.axis is not None and info.axis.fits(out.shape, 1))
+    without_axis = info.rows is not None or info.numbers is not None or info.chosen is not None
+    return without_axis or (info.axis is not None and info.axis.fits(out.shape, 1))
 
 
 def _is_plain(info: Info) -> bool:
     """Whether it is of the units of this batch, each row in a place that does not count."""
-    return isinstance(info, UnitData) and info.numbers is None
+    return isinstance(info, UnitData) and info.numbers is None and info.chosen is None
 
 
 def _follow(

@@ -101,6 +101,8 @@ def _positions(args: tuple, kwargs: dict, outputs: list[Tensor], info_of: InfoOf
     info = info_of(mask)
     if isinstance(info, Mixed):
         return [NUMBERED] * len(outputs) if type(info) is Mixed else None
+    if isinstance(info, UnitData) and info.chosen is not None:
+        info = UnitData(info.chosen)
     place = place_of(mask, info, units)
     if place is None or mask.ndim == 0:
         return [LOST] * len(outputs)
@@ -213,17 +215,20 @@ _MAKERS: dict[str, Callable[[tuple, dict, list[Tensor], InfoOf, int], list[Info]
 
 
 def index_by_numbered(args: tuple, info_of: InfoOf) -> tuple | None:
-    """x[n], n one of the numbers that `nonzero` gave for the whole batch, with a Python number instead; None for others.
+    """mask[n], n one of the numbers that `nonzero` gave for the whole batch, with a Python number instead; None for others.
 
     Code that loops over the experts that some token is routed to, and over those alone, does the same as code that loops over
-    all of them. It is taken as Python's own `if` and `for` are, which capture does not see. x has no gradient: it is a mask.
+    all of them. It is taken as Python's own `if` and `for` are, which capture does not see.
     """
     source, index = args
     items = index if isinstance(index, tuple) else (index,)
     numbered = [item for item in items if isinstance(item, Tensor) and info_of(item) is NUMBERED]
     if not numbered or any(item.numel() != 1 or item.ndim > 1 for item in numbered):
         return None
-    if not isinstance(source, Tensor) or (source.requires_grad and info_of(source) is not None):
+    info = info_of(source)
+    if source.is_floating_point() or not isinstance(info, UnitData) or info.axis is None:
+        return None
+    if any(isinstance(item, Tensor) and info_of(item) is not NUMBERED for item in items):
         return None
     number = {id(item): int(item) for item in numbered}
     taken = tuple(
@@ -237,11 +242,20 @@ def index_by_numbered(args: tuple, info_of: InfoOf) -> tuple | None:
     return source, taken if isinstance(index, tuple) else taken[0]
 
 
+def chosen_mask(info: Info) -> UnitData:
+    """What is known of mask[n]: which n is looked at, all units decide, so that it says nothing but where rows are."""
+    return UnitData(None, chosen=info.axis if isinstance(info, UnitData) else None)
+
+
 # ---------------------------------------------------------------------- operations on rows
 
 
 def follow_rows(call: Call, operands: list[tuple[Tensor, Info]], where: Callable[[], str]) -> Info | None:
     """What is known of the result of an operation on rows with owners, or that picks some; None where other rules say."""
+    alone = operands[0][1] if len(operands) == 1 else None
+    if isinstance(alone, UnitData) and alone.chosen is not None and call.name in ("squeeze", "bool"):
+        axis = AXIS_RULES[call.name](call, operands[0][0], alone.chosen)
+        return UnitData(None, chosen=axis if isinstance(axis, UnitAxis) else None)
     special = _SPECIAL.get(call.name)
     has_rows = any(isinstance(info, UnitData) and (info.rows or info.numbers) for _, info in operands)
     if (special is None and not has_rows) or any(isinstance(info, Mixed) for _, info in operands):

@@ -98,12 +98,14 @@ class RowNumbers:
 class UnitData:
     """A tensor that depends on the batch. `axis` is None where the position of the units is not known.
 
-    Two more are known without an axis: `rows` that have owners, and `numbers` of such rows.
+    Three more are known without an axis: `rows` that have owners, `numbers` of such rows, and where the units are in a mask that
+    all units chose together, `chosen`: its positions may be asked for, and nothing else.
     """
 
     axis: UnitAxis | None
     rows: Rows | None = None
     numbers: RowNumbers | None = None
+    chosen: UnitAxis | None = None
 
 
 @dataclass(frozen=True)
