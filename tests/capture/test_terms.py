@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import sparsedp
-from sparsedp import SparseDPError, UnsupportedError
+from sparsedp import SparseDPError
 
 EXPECTED = 4
 DRAWN = ([0, 3, 4, 8, 11], [1, 7], [5], [])
