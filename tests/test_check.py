@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import sparsedp
 from sparsedp import SparseDPError, UnitsMixedError
@@ -285,3 +286,50 @@ def test_functions_in_a_module_refer_to_the_copy() -> None:
     module = Tied()
     report = sparsedp.check(module, F.cross_entropy, (torch.arange(6), torch.arange(6)))
     assert report.parameters == 1 and module.table.weight.grad is None
+
+
+# ------------------------------------------------------------------ models that do not run on a batch of one
+
+
+class Squeezed(nn.Module):
+    """Logits of several classes, from which squeeze() takes the batch, too, if that is one."""
+
+    def __init__(self, mixes: bool = False) -> None:
+        super().__init__()
+        self.table, self.out, self.mixes = nn.Embedding(9, 4), nn.Linear(4, 3), mixes
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        h = self.table(ids)[:, None, :].squeeze()
+        out = torch.einsum("bd,cd->bc", h, self.out.weight) + self.out.bias
+        return out * ids.float().mean().item() if self.mixes else out
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor([1, 5, 5, 7, 2]), torch.tensor([0, 2, 1, 1, 0])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_models_that_do_not_run_on_one_unit_are_checked_on_two_copies(reduction: str) -> None:
+    loss = nn.CrossEntropyLoss(reduction=reduction)
+    with pytest.warns(sparsedp.SparseDPWarning, match="does not run on a batch of one unit"):
+        report = sparsedp.check(Squeezed(), loss, _batch(), loss_reduction=reduction)
+    assert report.largest_difference < 1e-9
+    loader = DataLoader(TensorDataset(*_batch()), batch_size=3)
+    with pytest.warns(sparsedp.SparseDPWarning, match="does not run on a batch of one unit"):
+        sparsedp.check(Squeezed(), loss, data_loader=loader, loss_reduction=reduction)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_two_copies_show_units_that_mix() -> None:
+    with pytest.raises(UnitsMixedError):
+        sparsedp.check(Squeezed(mixes=True), nn.CrossEntropyLoss(), _batch())
+
+
+def test_the_error_of_a_model_that_does_not_run_at_all_is_its_own() -> None:
+    def loss(out: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        if len(target) < 3:
+            raise KeyError("too few")
+        return nn.functional.cross_entropy(out, target)
+
+    with pytest.raises(RuntimeError, match="einsum"):  # that of one unit, not that of two
+        sparsedp.check(Squeezed(), loss, _batch())

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSpar
 from sparsedp.capture.compiled import WithoutCompilation
 from sparsedp.capture.precision import LOW_PRECISION
 from sparsedp.clipping import Clipping
-from sparsedp.errors import NonFiniteGradientError, SparseDPError, UnitsMixedError
+from sparsedp.errors import NonFiniteGradientError, SparseDPError, SparseDPWarning, UnitsMixedError
 from sparsedp.fused import replace_fused
 from sparsedp.refusals import refuse_module
 from sparsedp.sampling import BatchInfo, PrivateLoader, collate_anew
@@ -91,11 +92,11 @@ def check(
     if batch is not None:
         choose = take or _take
         total = count_units(batch) if take is None else len_of(batch)
-        comparisons.append((batch, total, lambda whole, unit: choose(whole, [unit])))
+        comparisons.append((batch, total, lambda whole, unit, copies: choose(whole, [unit] * copies)))
     if data_loader is not None:
         count = max(2, min(_COLLATED, data_loader.batch_size or _COLLATED))
-        batch, alone = collate_anew(data_loader, count, examined=isinstance(data_loader, PrivateLoader))
-        comparisons.append((batch, len(alone), lambda _, unit: alone[unit]))
+        batch, total, copies_of = collate_anew(data_loader, count, examined=isinstance(data_loader, PrivateLoader))
+        comparisons.append((batch, total, lambda _, unit, copies: copies_of(unit, copies)))
     trial = None
     try:
         with _default_dtype(torch.float64):
@@ -105,14 +106,20 @@ def check(
         if trial is None or all(parameter.dtype == torch.float64 for parameter in trial.parameters.values()):
             raise  # else the model itself made float32 of some parameters, by module.float() in forward()
     except RuntimeError as error:
-        if not re.search(r"dtype|scalar type|data type|Double", str(error)):
+        if not _is_of_dtypes(error):
             raise
     # The model makes float32 numbers itself, by float() or out of numpy's, and these meet float64 ones.
     return _compare_all(_Trial(module, loss_fn, loss_reduction, replace_recurrent, torch.float32), comparisons, units)
 
 
+def _is_of_dtypes(error: Exception) -> bool:
+    return isinstance(error, RuntimeError) and bool(re.search(r"dtype|scalar type|data type|Double", str(error)))
+
+
+# What gives so many copies of a unit of a batch, as a batch.
+_Take = Callable[[Any, int, int], Any]
 # A batch, its number of units, and what gives a unit of it alone.
-_Comparison = tuple[Any, int, Callable[[Any, int], Any]]
+_Comparison = tuple[Any, int, _Take]
 
 
 @contextmanager
@@ -134,8 +141,8 @@ def _compare_all(trial: _Trial, comparisons: list[_Comparison], units: int) -> C
     )  # fmt: skip
 
 
-def _compare(trial: _Trial, batch: Any, total: int, units: int, take: Callable[[Any, int], Any]) -> CheckReport:
-    """Compares some units of a batch of `total` units with what `take(batch, unit)` gives for each alone."""
+def _compare(trial: _Trial, batch: Any, total: int, units: int, take: _Take) -> CheckReport:
+    """Compares some units of a batch of `total` units with what `take(batch, unit, 1)` gives for each alone."""
     if total < 2:
         raise SparseDPError(f"A batch of at least 2 units is needed to see whether units mix; this one has {total}.")
     looked_at = list(range(min(units, total)))
@@ -144,11 +151,7 @@ def _compare(trial: _Trial, batch: Any, total: int, units: int, take: Callable[[
     norms = together.norms()
     largest, tolerance = 0.0, _TOLERANCES[trial.dtype]
     for index in looked_at:
-        alone = trial.converted(take(batch, index))
-        trial.draws.alone(index)
-        reference = trial.ordinary(alone, index)
-        trial.draws.alone(index)
-        captured_alone = trial.captured(alone, 1)
+        reference, captured_alone, copies = _alone(trial, batch, index, take)
         by_capture = captured_alone.gradient(0)
         among = together.gradient(index)
         public = captured_alone.public
@@ -157,12 +160,13 @@ def _compare(trial: _Trial, batch: Any, total: int, units: int, take: Callable[[
                 "The loss has terms that depend on parameters alone (penalties), and they are not the same for one unit and for "
                 f"{total}. Nothing clips such a term: it must not depend on the batch, nor on how many units that has."
             )
-        reference = {name: value - public.get(name, 0.0) for name, value in reference.items()}
+        counted = copies if trial.reduction == "sum" else 1
+        reference = {name: (value - public.get(name, 0.0)) / counted for name, value in reference.items()}
         size = max(float(value.norm()) for value in reference.values()) or 1.0
         for name, wanted in reference.items():
             gap = _gap(by_capture.get(name), wanted, size)
             if not gap <= tolerance:  # also if it is not a number
-                raise _differing(name, gap, trial.is_random(alone, index))
+                raise _differing(name, gap, trial.is_random(trial.converted(take(batch, index, copies)), index))
             shift = _gap(among.get(name), wanted, size)
             if not shift <= tolerance:
                 raise UnitsMixedError(_mixing_message(name, shift, among, reference, trial.reduction, total))
@@ -187,6 +191,39 @@ def _differing(name: str, gap: float, is_random: bool) -> SparseDPError:
         f"The captured gradient of parameter '{name}' differs from the true one by {gap:.1e} of its size. "
         "Please report this model."
     )
+def _alone(trial: _Trial, batch: Any, unit: int, take: _Take) -> tuple[Gradients, _Observed, int]:
+    """The gradients of a unit alone by ordinary autograd, what was captured of it, and of how many copies both are.
+
+    Some models do not run on a batch of one unit, by a squeeze() without a dimension, say. They run on two copies of it: if
+    units do not mix, the loss of these is the unit's own loss, or twice that.
+    """
+    trial.draws.alone(unit)
+    try:
+        alone = trial.converted(take(batch, unit, 1))
+        reference = trial.ordinary(alone, unit)
+        trial.draws.alone(unit)
+        return reference, trial.captured(alone, 1), 1
+    except SparseDPError:
+        raise
+    except Exception as error:
+        if _is_of_dtypes(error) or trial.draws.has_drawn:
+            raise
+        try:
+            trial.draws.together(2)
+            pair = trial.converted(take(batch, unit, 2))
+            result = trial.ordinary(pair, unit), trial.captured(pair, 2), 2
+        except SparseDPError:
+            raise
+        except Exception:
+            raise error from None  # it does not run on two either
+        warnings.warn(
+            f"The module or its loss does not run on a batch of one unit ({type(error).__name__}: {error}), so two copies of "
+            "each were compared. Poisson sampling draws such batches now and then, and training would end there. Often it is "
+            "a squeeze() that takes the axis of the batch, too: squeeze(-1) does not.",
+            SparseDPWarning,
+            stacklevel=5,
+        )
+        return result
 
 
 def _mixing_message(name: str, shift: float, among: Gradients, alone: Gradients, reduction: str, units: int) -> str:

@@ -114,8 +114,7 @@ def _batch_of(batch: Any, data_loader: DataLoader | None) -> tuple[Any, int]:
         if data_loader is None:
             raise SparseDPError("There is nothing to explain on: give explain a batch, or data_loader=.")
         count = max(2, min(_COLLATED, data_loader.batch_size or _COLLATED))
-        batch, alone = collate_anew(data_loader, count, examined=isinstance(data_loader, PrivateLoader))
-        units = len(alone)
+        batch, units, _ = collate_anew(data_loader, count, examined=isinstance(data_loader, PrivateLoader))
     else:
         if not isinstance(batch, (Mapping, tuple, list)) or len(batch) < (1 if isinstance(batch, Mapping) else 2):
             raise SparseDPError(

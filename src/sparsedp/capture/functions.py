@@ -178,8 +178,8 @@ class Functions:
             if not is_same:
                 raise self.refuse(
                     function,
-                    "it takes private parameters, and its backward() gives another gradient than the derivative of forward(), "
-                    "or draws at random",
+                    "it takes private parameters, and its backward() gives another gradient than the derivative of its "
+                    "forward(), or draws at random",
                 )
         return run_plainly(function, args)
 

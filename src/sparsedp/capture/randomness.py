@@ -181,6 +181,11 @@ class RepeatedDraws(Draws):
     def alone(self, unit: int) -> None:
         self._unit, self._number = unit, 0
 
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the pass over the batch drew any numbers."""
+        return bool(self._drawn_together)
+
     def finish(self) -> None:
         """After a pass over one unit: it must have drawn as often as the batch did."""
         if self._unit is not None and self._number != len(self._drawn_together):

@@ -120,8 +120,10 @@ def is_repeatable(dataset: Any, collate: Callable[[Any], Any]) -> bool:
     return equal_batches(one, other)
 
 
-def collate_anew(loader: DataLoader, count: int, examined: bool) -> tuple[Any, list[Any]]:
-    """A batch of at most `count` examples, from all over the loader's data set, and a batch of each of them alone.
+def collate_anew(loader: DataLoader, count: int, examined: bool) -> tuple[Any, int, Callable[[int, int], Any]]:
+    """A batch of at most `count` examples, from all over the loader's data set, how many, and what makes others of them.
+
+    The last gives a batch of so many copies of one of them, `(place, copies)`.
 
     Raises as `examine` does, which it calls unless that was done before.
     """
@@ -136,7 +138,11 @@ def collate_anew(loader: DataLoader, count: int, examined: bool) -> tuple[Any, l
             "alone cannot be compared with the same unit among others. Give check a batch instead of data_loader=."
         )
     places = np.unique(np.linspace(0, len(data) - 1, min(len(data), count)).astype(int)).tolist()
-    return loader.collate_fn(_fetch(data, places)), [loader.collate_fn(_fetch(data, [place])) for place in places]
+
+    def copies_of(place: int, copies: int) -> Any:
+        return loader.collate_fn(_fetch(data, [places[place]] * copies))
+
+    return loader.collate_fn(_fetch(data, places)), len(places), copies_of
 
 
 def refuse_reordering(dataset: Any, collate: Callable[[Any], Any]) -> None:

@@ -170,6 +170,10 @@ def _build(kind: str, model: str, changes: dict[str, Any], batch_norm: bool = Fa
     def build() -> nn.Module:
         package = importlib.import_module(f"recbole.model.{kind}_recommender")
         built = OwnLoss(getattr(package, model)(_settings(model, changes), Data()))
+        if (
+            model == "MacridVAE"
+        ):  # it divides by the length of a vector that starts near zero, and steps would go anywhere
+            nn.init.normal_(built.model.encoder[-1].bias)
         return built if batch_norm else without_batch_norm(built)
 
     return build
@@ -187,7 +191,7 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
         "BPR", "NeuMF", "DMF", "FISM", "NAIS", "CDAE", "MultiDAE", "MultiVAE", "RecVAE", "RaCT",
         "ENMF", "SimpleX", "LINE", "NNCF", "DGCF", "SGL",
     )),
-    ("general", "MacridVAE", {"nogb": True, "drop_out": 0.0, "total_anneal_steps": 0, "reg_weights": [0.001, 0.001]}),
+    ("general", "MacridVAE", {"nogb": True, "dropout_prob": 0.0, "total_anneal_steps": 0, "reg_weights": [0.001, 0.001]}),
     ("general", "DiffRec", {"noise_scale": 0.0}),
     ("context_aware", "PNN", {"reg_weight": 0.01}),
     *(("context_aware", model, {}) for model in (
