@@ -191,6 +191,8 @@ def _differing(name: str, gap: float, is_random: bool) -> SparseDPError:
         f"The captured gradient of parameter '{name}' differs from the true one by {gap:.1e} of its size. "
         "Please report this model."
     )
+
+
 def _alone(trial: _Trial, batch: Any, unit: int, take: _Take) -> tuple[Gradients, _Observed, int]:
     """The gradients of a unit alone by ordinary autograd, what was captured of it, and of how many copies both are.
 

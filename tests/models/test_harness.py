@@ -77,3 +77,10 @@ def test_a_reference_that_fails_serves_both_sizes() -> None:
     reference = Reference(case)
     verdicts = [run_case(case, sizes, reference).verdict for sizes in SIZES]
     assert verdicts == ["refused", "refused"]
+
+
+def test_an_example_without_a_gradient_is_compared_too() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:  # of the examples whose target is 1 alone
+        return (target * output.square()).mean()
+
+    assert run_case(_case(loss=loss)).verdict == "works"

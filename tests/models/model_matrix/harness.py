@@ -312,7 +312,7 @@ class Reference:
         divisor = EXPECTED_BATCH if self._case.loss_reduction == "mean" else 1
         for index in DRAWN[step]:
             gradient = self.gradient(index)
-            factor = min(1.0, self.max_norm / (_norm(gradient) + self._added)) / divisor
+            factor = self.max_norm / max(_norm(gradient) + self._added, self.max_norm) / divisor
             shares.append({name: factor * value for name, value in gradient.items()})
         self._shares[step] = (weights, shares)
         return shares

@@ -39,6 +39,9 @@ class Verdict(NamedTuple):
     reason: str = ""
 
 
+ONE_LOSS = "the model gives one loss for the whole batch, and ghost clipping takes one for each example"
+
+
 class OneLossOfTheBatch(Exception):
     """The model or its loss gives one number for the whole batch, and ghost clipping needs one for each example."""
 
@@ -53,6 +56,8 @@ class LossesOfEach:
         together = self._loss(output, target)
         losses = _label_losses(output, target) if isinstance(output, Mapping) else None
         if losses is None or not torch.allclose(losses.mean(), together, rtol=1e-4):
+            if isinstance(output, Mapping) and output.get("loss") is together:
+                raise OneLossOfTheBatch(ONE_LOSS)
             n = len(target) if isinstance(target, Tensor) else len(next(iter(target.values())))
             each = [self._loss(_part(output, i, n), _part(target, i, n)) for i in range(n)]
             losses = torch.stack([loss.reshape(()) for loss in each])
@@ -75,12 +80,14 @@ def _part(value: Any, i: int, n: int) -> Any:
     """Of the n examples in tensors, and in tuples and dicts of them, the one at i."""
     if isinstance(value, Tensor):
         if value.dim() == 0 or len(value) != n:
-            raise OneLossOfTheBatch(
-                "the model gives one loss for the whole batch, and ghost clipping takes one for each example"
-            )
+            raise OneLossOfTheBatch(ONE_LOSS)
         return value[i : i + 1]
-    if isinstance(value, Mapping):
-        return {name: _part(item, i, n) for name, item in value.items()}
+    if isinstance(value, Mapping):  # a model's output may hold more than the loss needs
+        parts = {
+            name: item[i : i + 1] if isinstance(item, Tensor) and item.dim() and len(item) == n else item
+            for name, item in value.items()
+        }
+        return type(value)(**parts)
     if isinstance(value, (tuple, list)):
         return type(value)(_part(item, i, n) for item in value)
     return value
