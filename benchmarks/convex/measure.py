@@ -47,8 +47,8 @@ QUANTITIES = {
 
 @dataclass(frozen=True)
 class Problem:
-    rows: int = 10_000
-    columns: int = 300_000
+    rows: int = 3_000
+    columns: int = 100_000
     sparsity: int = 16
     epsilon: float = 1.0
     delta: float = 1e-6

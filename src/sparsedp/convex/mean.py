@@ -66,10 +66,9 @@ class PrivateMean:
     noise: Noise
     reason: str  # why this method
     rows: int  # that the sum was divided by: a public number, or the number of rows with noise
-    error_bound: (
-        float | None
-    )  # on the root mean square of |mean - mean of the clipped rows|_2; None: its constant is not known
-    bounds: dict[str, float]  # the same for the methods that "auto" chooses from
+    # On the root mean square of |mean - mean of the clipped rows|_2, over the noise; None: its constant is not known.
+    error_bound: float | None
+    bounds: dict[str, float]  # the same for each of the methods that "auto" chooses from
     clipped_rows: int = field(repr=False)  # private: counted without noise
     recovery: Recovery | None = None
 

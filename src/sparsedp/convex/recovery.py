@@ -27,6 +27,7 @@ _BLOCK = 1 << 22  # elements of a block of columns
 _EXACT = 400_000  # elements of a matrix for which HiGHS takes seconds
 _ROWS = 1 << 24  # elements of some rows' measurements, 128 MB
 _OVER = 1.6  # over-relaxation of ADMM
+_BETWEEN_GUESSES = 50  # iterations
 
 
 def measurements_for(rows: int, columns: int, sparsity: float, epsilon: float, delta: float) -> float:
@@ -109,6 +110,12 @@ class GaussianMatrix:
             out += block.T @ block
         return out
 
+    def columns(self, numbers: np.ndarray) -> np.ndarray:
+        """Some of A's columns, (m, len(numbers)) float64."""
+        block = np.empty((len(numbers), self.shape[0]), np.float32)
+        row_noise.fill_rows(block, numbers, 1 / math.sqrt(self.shape[0]), self._key)
+        return block.T.astype(np.float64)
+
     def dense(self) -> np.ndarray:
         """A itself, (m, d) float64."""
         return np.concatenate([block for _, block in self.blocks()]).T.astype(np.float64)
@@ -172,7 +179,8 @@ def _by_admm(matrix: GaussianMatrix, target: np.ndarray, tolerance: float, itera
     """Basis pursuit by ADMM (Boyd et al. 2011, section 6.2), with two products with A in each iteration.
 
     x = v - A^T w, w = (A A^T)^-1 (A v - b), is the point of A x = b that is nearest to v. The multipliers -w / threshold, scaled
-    until |A^T y|_inf <= 1, are feasible for the dual problem, max b^T y: the difference is the gap.
+    until |A^T y|_inf <= 1, are feasible for the dual problem, max b^T y: the difference is the gap. Now and then the non-zeros
+    that it has found are tried.
     """
     factors = scipy.linalg.cho_factor(matrix.gram())
 
@@ -193,6 +201,11 @@ def _by_admm(matrix: GaussianMatrix, target: np.ndarray, tolerance: float, itera
         largest = float(np.abs(moved).max())
         if largest > 0:
             bound = max(bound, -float(target @ weights) / largest)
+        if iteration % _BETWEEN_GUESSES == 0:
+            guess, guessed_bound = _vertex(matrix, target, sparse)
+            bound = max(bound, guessed_bound)
+            if guess is not None and float(np.abs(guess).sum()) < best_norm:
+                best, best_norm = guess, float(np.abs(guess).sum())
         gap = (best_norm - bound) / max(best_norm, np.finfo(float).tiny)
         if gap <= tolerance:
             return Solved(best, "admm", iteration, max(0.0, gap), True)
@@ -200,3 +213,25 @@ def _by_admm(matrix: GaussianMatrix, target: np.ndarray, tolerance: float, itera
         sparse = shrink(relaxed + dual, threshold)
         dual = relaxed + dual - sparse
     return Solved(best, "admm", iterations, gap, False)
+
+
+def _vertex(matrix: GaussianMatrix, target: np.ndarray, sparse: np.ndarray) -> tuple[np.ndarray | None, float]:
+    """The solution with the non-zeros of `sparse`, and a lower bound on the least l1 norm from their signs.
+
+    The least norm is that of a solution with m non-zeros at most. Once ADMM has found which, both are exact.
+    """
+    places = np.flatnonzero(sparse)
+    if len(places) > len(target):
+        places = np.sort(np.argsort(-np.abs(sparse))[: len(target)])
+    if not places.size:
+        return None, 0.0
+    columns = matrix.columns(places)
+    values = np.linalg.lstsq(columns, target, rcond=None)[0]
+    weights = np.linalg.lstsq(columns.T, np.sign(sparse[places]), rcond=None)[0]
+    largest = float(np.abs(matrix.transposed_times(weights)).max())
+    bound = float(target @ weights) / largest if largest > 0 else 0.0
+    if np.linalg.norm(columns @ values - target) > 1e-6 * np.linalg.norm(target):
+        return None, bound
+    point = np.zeros(matrix.shape[1])
+    point[places] = values
+    return point, bound
