@@ -24,7 +24,7 @@ from benchmarks.convex.linear_data import Labelled, load
 from sparsedp.data.metrics import auc
 
 PEER = Path(__file__).with_name("diffprivlib_peer.py")
-PEER_GRID = (1e-3, 1e-1, 1.0, 10.0)  # of lambda, the regularisation of the mean loss
+PEER_GRID = (1e-2, 1.0, 100.0)  # of lambda, the regularisation of the mean loss
 DELTA = 1e-6
 
 

@@ -95,6 +95,7 @@ def boost(
     """The best of several runs by the mean of the rows' losses, each clipped to [0, loss_bound], with Laplace noise."""
     bound = require_number("loss_bound", loss_bound, low=0.0, low_open=True)
     plan = plan_boost(solver, failure)
+    assert len(solver.rungs) > 0  # drawn by now, so that the copy has them: every run is a run of one mechanism
     one = copy.copy(solver)
     one.__dict__["noise_multiplier"] = plan.noise_multiplier  # in place of that of a single run
     seeded = solver.seed is not None

@@ -64,7 +64,7 @@ class _PrivateLinearModel(BaseEstimator):
 
     statement_: ReleaseStatement | PrivacyStatement
     coef_: np.ndarray
-    intercept_: np.ndarray
+    intercept_: np.ndarray | float
 
     def _loss(self) -> Loss:
         raise NotImplementedError

@@ -20,8 +20,8 @@ from sparsedp.sampling import BatchInfo
 class ModuleGradients:
     """The loss of a module on rows of tensors, as `BiasReducedSGD.minimise` takes it.
 
-    `data` are tensors (n, ...): the module's inputs and, last, the target. `loss_fn(output, target)` is the mean over the rows of a
-    batch, to each of which it must give a loss of its own: `sparsedp.check` finds out. The module is copied, to float64; its
+    `data` are tensors (n, ...): the module's inputs and, last, the target. `loss_fn(output, target)` is the mean over the rows of
+    a batch, to each of which it must give a loss of its own: `sparsedp.check` finds out. The module is copied, to float64; its
     trained parameters, one after another, are the weights (d,).
     """
 
