@@ -301,7 +301,7 @@ def test_nothing_before_make_private() -> None:
         lambda engine: engine.pending(),
         lambda engine: engine.prepare(),
         lambda engine: engine.release_frequencies(),
-        lambda engine: engine.look(),
+        lambda engine: engine.touch_statistics(),
         lambda engine: engine.save_checkpoint("run.pt"),
         lambda engine: engine.load_checkpoint("run.pt"),
     ],

@@ -71,7 +71,7 @@ def test_a_table_of_the_users_own() -> None:
     engine, module, optimizer, loader = make_private(
         Model(), loader_of(ids, (ids % 2).float(), batch_size=20), mechanism=sparsedp.FEST(k=3, counts=counts)
     )
-    predicted = predict(engine.plan, engine.look())
+    predicted = predict(engine.plan, engine.touch_statistics())
     assert predicted.rows_selected == 4 and predicted.kept_touches == 1.0  # all others touch row 0
     assert module.table.mine.all()  # a prediction leaves it as it was
     before = module.table.weight.detach().clone()

@@ -21,7 +21,7 @@ from sparsedp.data import generated_click_log
 from sparsedp.mechanisms import survivors
 from sparsedp.mechanisms.expectation import RowCounts
 from sparsedp.models import PCTR
-from sparsedp.prediction import Look, Prediction, find_threshold, predict
+from sparsedp.prediction import Prediction, TouchStatistics, find_threshold, predict
 from support import Apply, loader_of, make_private
 
 AdaFEST, FEST = sparsedp.AdaFEST, sparsedp.FEST
@@ -118,8 +118,8 @@ OTHERS = [
 @pytest.mark.parametrize("mechanism", [*ADAFEST, *OTHERS], ids=str)
 def test_click_logs(mechanism: sparsedp.Mechanism) -> None:
     engine, model, optimizer, loader = click_model(mechanism)
-    predicted = predict(engine.plan, engine.look())
-    assert engine.get_epsilon(1e-5) == 0  # a look costs nothing
+    predicted = predict(engine.plan, engine.touch_statistics())
+    assert engine.get_epsilon(1e-5) == 0  # counting for oneself costs nothing
     # FEST chooses anew in training, with noise, so that its rows are not those of the prediction.
     assert_near(predicted, what_happens(model, optimizer, loader), factor=1.15 if mechanism.prepares else 1.05)
     assert predicted.dense_size == optimizer.last_step.dense_size and predicted.private
@@ -130,7 +130,7 @@ def test_click_logs(mechanism: sparsedp.Mechanism) -> None:
 def test_other_tails_and_noise(skew: float, noise: float) -> None:
     mechanism = AdaFEST(threshold=2.0, noise_ratio=1.0, map_clip=10.0)
     engine, model, optimizer, loader = click_model(mechanism, skew=skew, noise_multiplier=noise)
-    assert_near(predict(engine.plan, engine.look()), what_happens(model, optimizer, loader))
+    assert_near(predict(engine.plan, engine.touch_statistics()), what_happens(model, optimizer, loader))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_other_tails_and_noise(skew: float, noise: float) -> None:
 )
 def test_bags_of_very_different_sizes(mechanism: sparsedp.Mechanism, noise: float) -> None:
     engine, model, optimizer, loader = bag_model(mechanism, noise_multiplier=noise)
-    assert_near(predict(engine.plan, engine.look()), what_happens(model, optimizer, loader), factor=1.2)
+    assert_near(predict(engine.plan, engine.touch_statistics()), what_happens(model, optimizer, loader), factor=1.2)
 
 
 @pytest.mark.parametrize(
@@ -159,26 +159,32 @@ def test_a_sample_needs_no_correction(mechanism: sparsedp.Mechanism, monkeypatch
     monkeypatch.setattr(prediction, "_UNITS", 250)
     monkeypatch.setattr(prediction, "_FEW_BATCHES", 1)
     engine, model, optimizer, loader = bag_model(mechanism, examples=8000, rows=20_000, noise_multiplier=0.4)
-    look = engine.look()
-    assert look.source == "a random sample of 250 of the 8,000 training examples" and look.spans[0].units == 250
-    assert_near(predict(engine.plan, look), what_happens(model, optimizer, loader))
+    statistics = engine.touch_statistics()
+    assert (
+        statistics.source == "a random sample of 250 of the 8,000 training examples"
+        and statistics.spans[0].units == 250
+    )
+    assert_near(predict(engine.plan, statistics), what_happens(model, optimizer, loader))
 
 
 def test_a_look_serves_other_batch_sizes() -> None:
-    """Up to all of the units, exactly as a look for that batch size; beyond, roughly."""
+    """Up to all of the units, exactly as statistics for that batch size; beyond, roughly."""
     small, *_ = bag_model(AdaFEST(threshold=2.0, noise_ratio=1.0), batch=20)
     large, *_ = bag_model(AdaFEST(threshold=2.0, noise_ratio=1.0), batch=1500)
-    look = small.look()
-    assert predict(large.plan, look).rows_selected == pytest.approx(predict(large.plan, large.look()).rows_selected)
+    statistics = small.touch_statistics()
+    assert predict(large.plan, statistics).rows_selected == pytest.approx(
+        predict(large.plan, large.touch_statistics()).rows_selected
+    )
     sizes = [
-        predict(dataclasses.replace(small.plan, batch_size=b), look).rows_touched for b in (1500, 2000, 2001, 4000)
+        predict(dataclasses.replace(small.plan, batch_size=b), statistics).rows_touched
+        for b in (1500, 2000, 2001, 4000)
     ]
     assert sizes[0] < sizes[1] and 0.6 * sizes[1] < sizes[2] < sizes[3] < 3000
 
 
 def test_batches_that_are_all_of_the_data() -> None:
     engine, model, optimizer, loader = bag_model(AdaFEST(threshold=2.0, noise_ratio=1.0), examples=300, batch=300)
-    predicted = predict(engine.plan, engine.look())
+    predicted = predict(engine.plan, engine.touch_statistics())
     happened = what_happens(model, optimizer, loader)
     assert predicted.rows_touched == pytest.approx(happened["rows_touched"])  # nothing is left to chance
     assert_near(predicted, happened)
@@ -195,7 +201,7 @@ def test_a_table_that_is_used_whole() -> None:
         loader_of(ids, (ids % 2).float(), batch_size=40),
         mechanism=AdaFEST(threshold=7.0, noise_ratio=1.0),
     )
-    predicted = predict(engine.plan, engine.look())
+    predicted = predict(engine.plan, engine.touch_statistics())
     assert predicted.rows_touched == pytest.approx(30)
     assert 10 < predicted.rows_selected < 20  # 40 units add 1 / sqrt(30) each: 7.3
     assert_near(predicted, what_happens(model, optimizer, loader, 40), 40)
@@ -214,9 +220,9 @@ def test_streams_are_predicted_span_by_span(frequencies: Any) -> None:
         mechanism=AdaFEST(1.0, 0.5, preselect=FEST(k=400, epsilon=5.0, frequencies=frequencies)),
         stream=sparsedp.Stream(log.periods, "parallel"),
     )
-    look = engine.look()
-    assert len(look.spans) == 4 and sum(span.share for span in look.spans) == pytest.approx(1)
-    assert_near(predict(engine.plan, look), what_happens(model, optimizer, loader, 20), 20, factor=1.15)
+    statistics = engine.touch_statistics()
+    assert len(statistics.spans) == 4 and sum(span.share for span in statistics.spans) == pytest.approx(1)
+    assert_near(predict(engine.plan, statistics), what_happens(model, optimizer, loader, 20), 20, factor=1.15)
 
 
 def test_fallback_rows_are_touched_by_all_that_is_left_out() -> None:
@@ -230,13 +236,13 @@ def test_fallback_rows_are_touched_by_all_that_is_left_out() -> None:
         model, loader_of(ids, (ids % 2).float(), batch_size=BATCH), mechanism=FEST(k=50, epsilon=5.0)
     )
     before = model.table.kept.clone()
-    predicted = predict(engine.plan, engine.look())
+    predicted = predict(engine.plan, engine.touch_statistics())
     assert torch.equal(model.table.kept, before) and optimizer.prepared is None  # the draw left nothing behind
     engine.prepare()
     assert_near(predicted, what_happens(model, optimizer, loader), factor=1.15)
     assert predicted.kept_touches == pytest.approx(1)
     with pytest.raises(sparsedp.UnsupportedError, match="fallback"):
-        engine.look({"table.weight": torch.zeros(501)}, units=10)
+        engine.touch_statistics({"table.weight": torch.zeros(501)}, units=10)
 
 
 # ------------------------------------------------------------------ from counts
@@ -254,9 +260,12 @@ def test_counts_say_what_a_look_says(mechanism: sparsedp.Mechanism) -> None:
     examples = [loader.dataset[i] for i in range(len(loader.dataset))]
     columns = torch.stack([torch.as_tensor(example[1]) for example in examples]).T
     counts = {f"tables.{j}.weight": torch.bincount(c, minlength=VOCABULARY[j]) for j, c in enumerate(columns)}
-    seen, told = predict(engine.plan, engine.look()), predict(engine.plan, engine.look(counts, units=2000))
+    seen, told = (
+        predict(engine.plan, engine.touch_statistics()),
+        predict(engine.plan, engine.touch_statistics(counts, units=2000)),
+    )
     frequencies = {name: count / 2000 for name, count in counts.items()}
-    shares = predict(engine.plan, engine.look(frequencies, units=1))
+    shares = predict(engine.plan, engine.touch_statistics(frequencies, units=1))
     preselects = isinstance(mechanism, AdaFEST) and mechanism.preselect is not None  # then units differ
     for name in ("rows_touched", "rows_selected", "rows_false", "gradient_size", "kept_touches"):
         value = getattr(seen, name)
@@ -280,7 +289,7 @@ def test_counts_that_do_not_fit_are_refused() -> None:
         (None, 10, "go together"),
     ]:
         with pytest.raises(ValueError, match=words):
-            engine.look(counts, units)
+            engine.touch_statistics(counts, units)
 
 
 # ------------------------------------------------------------------ the sums
@@ -329,9 +338,9 @@ def changed(engine: sparsedp.PrivacyEngine, **settings: Any) -> Any:
 @pytest.mark.parametrize("size", [20, 500, 5000, 1e9])
 def test_the_threshold_for_a_gradient_size(size: float) -> None:
     engine, *_ = click_model(AdaFEST(threshold=2.0, noise_ratio=1.0))
-    look = engine.look()
-    sizes: Callable[[float], float] = lambda t: predict(changed(engine, threshold=t), look).gradient_size  # noqa: E731
-    found = find_threshold(engine.plan, look, size)
+    statistics = engine.touch_statistics()
+    sizes: Callable[[float], float] = lambda t: predict(changed(engine, threshold=t), statistics).gradient_size  # noqa: E731
+    found = find_threshold(engine.plan, statistics, size)
     assert sizes(found) <= size
     assert found == 0 if size == 1e9 else sizes(0.998 * found) > size
     assert found == float(f"{found:.4g}")
@@ -339,32 +348,32 @@ def test_the_threshold_for_a_gradient_size(size: float) -> None:
 
 def test_the_threshold_that_gives_a_gradient_size_gives_it() -> None:
     engine, *_ = click_model(AdaFEST(threshold=2.0, noise_ratio=1.0))
-    threshold = find_threshold(engine.plan, engine.look(), 400)
+    threshold = find_threshold(engine.plan, engine.touch_statistics(), 400)
     _, model, optimizer, loader = click_model(AdaFEST(threshold=threshold, noise_ratio=1.0))
     assert what_happens(model, optimizer, loader)["gradient_size"] == pytest.approx(400, rel=0.1)
 
 
 def test_what_cannot_be_predicted_is_refused() -> None:
     engine, *_ = click_model(AdaFEST(threshold=2.0, noise_ratio=1.0), examples=300)
-    look = engine.look()
-    with pytest.raises(ValueError, match=r"map_clip=1\.0, not 2\.0: look again"):
-        predict(changed(engine, map_clip=2.0), look)
+    statistics = engine.touch_statistics()
+    with pytest.raises(ValueError, match=r"map_clip=1\.0, not 2\.0: count again"):
+        predict(changed(engine, map_clip=2.0), statistics)
     with pytest.raises(ValueError, match="positive"):
-        find_threshold(engine.plan, look, 0)
+        find_threshold(engine.plan, statistics, 0)
     with pytest.raises(sparsedp.UnsupportedError, match="has no threshold"):
-        find_threshold(dataclasses.replace(engine.plan, mechanism=sparsedp.EANA()), look, 10)
+        find_threshold(dataclasses.replace(engine.plan, mechanism=sparsedp.EANA()), statistics, 10)
 
     other = type("Other", (sparsedp.Mechanism,), {"selects": True, "guarantee": "none"})
     other.name = "other"  # set later, so that it is not registered
     with pytest.raises(sparsedp.UnsupportedError, match="no rule yet to predict what mechanism 'other'"):
-        predict(dataclasses.replace(engine.plan, mechanism=other()), look)
+        predict(dataclasses.replace(engine.plan, mechanism=other()), statistics)
 
 
 def test_a_prediction_as_a_dict() -> None:
     engine, *_ = click_model(sparsedp.ExponentialSelection(k=50), examples=300)
-    look = engine.look()
-    assert isinstance(look, Look) and look.clip is None and not look.drawn
-    found = predict(engine.plan, look).to_dict()
+    statistics = engine.touch_statistics()
+    assert isinstance(statistics, TouchStatistics) and statistics.clip is None and not statistics.drawn
+    found = predict(engine.plan, statistics).to_dict()
     assert found["rows_selected"] == pytest.approx(50) and found["reduction"] == pytest.approx(sum(VOCABULARY) / 50)
     assert found["private"] and found["source"] == "all 300 training examples" and "favours" in found["notes"][0]
     table = found["tables"]["tables.2.weight"]

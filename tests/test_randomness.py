@@ -250,7 +250,7 @@ def test_a_stream_draws_from_the_cipher_alone(frequencies: Any, tmp_path: Path, 
 
 
 def test_other_paths_draw_from_the_cipher_alone(tmp_path: Path, forbidden: Callable[[], None]) -> None:
-    """Workers, shuffled batches, released frequencies, candidates, a look ahead of training."""
+    """Workers, shuffled batches, released frequencies, candidates, statistics ahead of training."""
     data = DataLoader(TensorDataset(*clicks(60)), batch_size=10, shuffle=True, num_workers=1)
 
     def start() -> tuple:
@@ -260,7 +260,7 @@ def test_other_paths_draw_from_the_cipher_alone(tmp_path: Path, forbidden: Calla
 
     engine = whole_run(start, tmp_path, forbidden)[0]
     engine.release_frequencies()
-    engine.look()
+    engine.touch_statistics()
     CandidateSampler(1000, 5)(torch.zeros(4, dtype=torch.long))
 
 

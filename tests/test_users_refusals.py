@@ -120,7 +120,7 @@ def test_collate_that_drops_or_repeats(collate: Callable) -> None:
         assert torch.equal(parameter, before[name])
     assert run[0].ledger.steps == 0
     with pytest.raises(UnsupportedError, match="must neither drop nor repeat"):
-        run[0].look()
+        run[0].touch_statistics()
 
 
 class Words(Dataset):

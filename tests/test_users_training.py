@@ -216,7 +216,7 @@ def test_predictions_are_about_users() -> None:
             max_examples_per_user=2,
             seed=seed,
         )
-        predicted = predict(engine.plan, engine.look())
+        predicted = predict(engine.plan, engine.touch_statistics())
         assert predicted.source == "all 12 training users"
         predictions.append(predicted.rows_touched)
     touched = []

@@ -24,7 +24,7 @@ from sparsedp.fused import replace_fused, restore_fused
 from sparsedp.noise import GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import PrivacyPlan, default_delta, require_delta
-from sparsedp.prediction import Look, look_at_counts, look_at_data
+from sparsedp.prediction import TouchStatistics, statistics_from_counts, statistics_from_data
 from sparsedp.preparation import Preparation
 from sparsedp.progress import Progress, no_progress
 from sparsedp.refusals import private_parameters, refuse_module, refuse_optimizer, warn_of_compiled_parts
@@ -257,12 +257,12 @@ class PrivacyEngine:
         """
         return self._parts()[1].preparation.release_frequencies()
 
-    def look(
+    def touch_statistics(
         self,
         counts: Mapping[str, Any] | None = None,
         units: float | None = None,
         inputs: Callable[[Any], Any] | None = None,
-    ) -> Look:
+    ) -> TouchStatistics:
         """What `sparsedp.prediction` predicts steps from, before training and without a cost to the budget.
 
         With public `counts`, for each table how many of `units` units touch each row, the data are not looked at.
@@ -276,9 +276,11 @@ class PrivacyEngine:
         if counts is not None and units is not None:
             if self.plan.mechanism.prepares and fallback_tables(module):
                 raise UnsupportedError("Counts cannot tell how many units will use a fallback row: look at the data.")
-            return look_at_counts(self.plan, tables, counts, units)
+            return statistics_from_counts(self.plan, tables, counts, units)
         assert self._capture is not None
-        return look_at_data(self.plan, module, self._capture, loader, tables, inputs or self.plan.mechanism.inputs)
+        return statistics_from_data(
+            self.plan, module, self._capture, loader, tables, inputs or self.plan.mechanism.inputs
+        )
 
     # ------------------------------------------------------------------ answering for it
 

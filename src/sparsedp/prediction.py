@@ -30,7 +30,7 @@ from sparsedp.preparation import CountScope, Prepared, decide
 from sparsedp.sampling import PrivateLoader
 from sparsedp.tables import TableSpec
 
-# A look at the data takes this many batches, but no more than this many units; and some batches at least.
+# Counting on the data takes this many batches, but no more than this many units; and some batches at least.
 _BATCHES, _UNITS, _FEW_BATCHES = 256, 1 << 20, 16
 # Rows are grouped by counts, which are exact up to _DISTINCT, and contributions, to a relative 1 / _FINENESS.
 _DISTINCT, _FINENESS = 256, 256
@@ -47,7 +47,7 @@ class RowGroups:
 
 
 @dataclass(frozen=True)
-class SpanLook:
+class SpanStatistics:
     """How many units touch the rows of each table, in the data of one span of a stream, or in all data."""
 
     share: float  # of the steps that are on this span
@@ -57,14 +57,14 @@ class SpanLook:
 
 
 @dataclass(frozen=True)
-class Look:
+class TouchStatistics:
     """All that a prediction knows of the data."""
 
     source: str  # in words
     private: bool  # whether it was counted on the training data
     clip: float | None  # the mechanism's contribution_clip, which the contributions were clipped to
     drawn: bool  # whether it holds a noisy draw of what a mechanism chooses before training
-    spans: tuple[SpanLook, ...]
+    spans: tuple[SpanStatistics, ...]
 
 
 @dataclass(frozen=True)
@@ -150,14 +150,14 @@ class Prediction:
 # ------------------------------------------------------------------ what is known of the data
 
 
-def look_at_data(
+def statistics_from_data(
     plan: PrivacyPlan,
     module: nn.Module,
     capture: Capture,
     loader: PrivateLoader,
     tables: Mapping[str, TableSpec],
     inputs: Callable[[Any], Any] | None = None,
-) -> Look:
+) -> TouchStatistics:
     """Counts on the training data, with forward passes alone: no noise, no step, no cost.
 
     At most 256 batches or a million units are looked at, as a random sample, users with as many examples as they bring to a
@@ -192,14 +192,16 @@ def look_at_data(
             selection=None if selection is None else chosen,
         )
 
-    look = _span_by_span(plan, tables, count, count_span)
+    statistics = _span_by_span(plan, tables, count, count_span)
     size, kind = f"{plan.dataset_size:,}", f"training {plan.unit}s"
     sample = f"a random sample of {units_counted:,} of the {size} {kind}"
     source = f"all {size} {kind}" if units_counted == plan.dataset_size else sample
-    return replace(look, source=source, private=True)
+    return replace(statistics, source=source, private=True)
 
 
-def look_at_counts(plan: PrivacyPlan, tables: Mapping[str, TableSpec], counts: Mapping[str, Any], units: float) -> Look:
+def statistics_from_counts(
+    plan: PrivacyPlan, tables: Mapping[str, TableSpec], counts: Mapping[str, Any], units: float
+) -> TouchStatistics:
     """From known frequencies instead of the data: of `units` units, `counts[table][row]` touch the row.
 
     Units are taken to touch equally many rows: their mean, which the counts tell.
@@ -240,7 +242,7 @@ def _span_by_span(
     tables: Mapping[str, TableSpec],
     count: CountScope,
     count_span: Callable[[int | None, float | None, Mapping[str, Tensor] | None], _SpanCounts],
-) -> Look:
+) -> TouchStatistics:
     """Looks at each span, with a draw of what the mechanism chooses before it, as `Preparation.prepare` does."""
     mechanism = plan.mechanism
     clip = mechanism.contribution_clip
@@ -254,8 +256,8 @@ def _span_by_span(
         counted = count_span(span, clip, prepared.rows)
         integral = all(_are_integers(counts) for counts in counted.counts.values())
         groups = {name: _grouped(counted, name, integral) for name in counted.counts}
-        looks.append(SpanLook(steps / sum(steps for _, steps in spans), counted.units, integral, groups))
-    return Look("", False, clip, bool(prepared.scopes) and mechanism.setup_event() is not None, tuple(looks))
+        looks.append(SpanStatistics(steps / sum(steps for _, steps in spans), counted.units, integral, groups))
+    return TouchStatistics("", False, clip, bool(prepared.scopes) and mechanism.setup_event() is not None, tuple(looks))
 
 
 def _checked_counts(name: str, rows: int, counts: Mapping[str, Any], units: float) -> np.ndarray:
@@ -278,14 +280,16 @@ def _only(counts: np.ndarray, rows: np.ndarray) -> np.ndarray:
 # ------------------------------------------------------------------ what follows from it
 
 
-def predict(plan: PrivacyPlan, look: Look) -> Prediction:
-    """What a step of the plan is expected to do. A look may serve plans that differ in noise, threshold or batch size."""
+def predict(plan: PrivacyPlan, statistics: TouchStatistics) -> Prediction:
+    """What a step of the plan is expected to do. The statistics may serve plans that differ in noise, threshold or batch size."""
     mechanism = plan.mechanism
-    if mechanism.contribution_clip is not None and look.clip != mechanism.contribution_clip:
-        raise ValueError(f"the look was for map_clip={look.clip}, not {mechanism.contribution_clip}: look again")
+    if mechanism.contribution_clip is not None and statistics.clip != mechanism.contribution_clip:
+        raise ValueError(
+            f"the statistics are for map_clip={statistics.clip}, not {mechanism.contribution_clip}: count again"
+        )
     dims = {name: math.prod(shape[1:]) for name, shape in plan.parameters}
     tables: dict[str, TablePrediction] = {}
-    for span in look.spans:
+    for span in statistics.spans:
         size = sum(float(groups.rows.sum()) for groups in span.tables.values())
         rate = plan.batch_size / span.units
         for name, groups in span.tables.items():
@@ -296,12 +300,12 @@ def predict(plan: PrivacyPlan, look: Look) -> Prediction:
                 total, **{key: getattr(total, key) + value for key, value in zip(_EXPECTED, expected)}
             )
     notes = [] if mechanism.prediction_note is None else [mechanism.prediction_note]
-    if look.drawn:
+    if statistics.drawn:
         notes.append("The rows chosen before training will be others than those predicted with: the choice has noise.")
-    return Prediction(tables, look.source, look.private, tuple(notes))
+    return Prediction(tables, statistics.source, statistics.private, tuple(notes))
 
 
-def find_threshold(plan: PrivacyPlan, look: Look, gradient_size: float) -> float:
+def find_threshold(plan: PrivacyPlan, statistics: TouchStatistics, gradient_size: float) -> float:
     """The mechanism's smallest threshold, from 0 and to four digits, with which the predicted gradient size is within the given.
 
     That is AdaFEST's `threshold`, or the setting that another mechanism names as its `threshold_setting`.
@@ -313,7 +317,7 @@ def find_threshold(plan: PrivacyPlan, look: Look, gradient_size: float) -> float
         raise ValueError(f"gradient_size must be positive, not {gradient_size}")
 
     def fits(threshold: float) -> bool:
-        return predict(with_threshold(plan, threshold), look).gradient_size <= gradient_size
+        return predict(with_threshold(plan, threshold), statistics).gradient_size <= gradient_size
 
     low, high = 0.0, 1.0
     if fits(low):

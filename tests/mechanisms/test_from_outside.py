@@ -115,7 +115,7 @@ def test_optimizers_that_cannot_take_its_gradients_are_refused() -> None:
 @pytest.mark.parametrize("least", [0.0, 1.0, 3.0])
 def test_prediction(least: float) -> None:
     engine, module, optimizer, loader = start(mechanism=replace(MECHANISM, least=least), noise_multiplier=0.5)
-    predicted = predict(engine.plan, engine.look())
+    predicted = predict(engine.plan, engine.touch_statistics())
     selected: list[int] = []
     false: list[int] = []
 
@@ -130,9 +130,9 @@ def test_prediction(least: float) -> None:
 
 def test_the_threshold_of_its_own_name() -> None:
     engine, *_ = start()
-    look = engine.look()
-    found = find_threshold(engine.plan, look, 12.0)
-    within = predict(replace(engine.plan, mechanism=replace(MECHANISM, least=found)), look)
+    statistics = engine.touch_statistics()
+    found = find_threshold(engine.plan, statistics, 12.0)
+    within = predict(replace(engine.plan, mechanism=replace(MECHANISM, least=found)), statistics)
     assert found > 0 and 11.9 <= within.gradient_size <= 12.0
 
 
@@ -178,7 +178,7 @@ def test_users_are_the_units() -> None:
     engine, module, optimizer, loader = with_users()
     train(module, optimizer, loader)
     assert engine.statement(1e-5).unit == "user" and engine.plan.dataset_size == 40
-    assert predict(engine.plan, engine.look()).rows_selected > 0
+    assert predict(engine.plan, engine.touch_statistics()).rows_selected > 0
 
 
 @pytest.mark.parametrize("composition", ["parallel", "sequential"])
@@ -187,7 +187,7 @@ def test_streams_by_period(composition: str) -> None:
     train(module, optimizer, loader)
     assert engine.get_epsilon(1e-5) == engine.plan.epsilon(len(loader), 1e-5)
     assert "3 spans" in str(engine.statement(1e-5))
-    assert predict(engine.plan, engine.look()).rows_selected > 0
+    assert predict(engine.plan, engine.touch_statistics()).rows_selected > 0
 
 
 def test_fallback_rows_join_its_choice() -> None:

@@ -21,7 +21,7 @@ from sparsedp.cli.loop import Step, steps_of_epoch
 from sparsedp.cli.prepare import Prepared, forward, limit_threads, load_data, make_model, prepare, with_collate
 from sparsedp.errors import ConfigError, UnsupportedError, one_line
 from sparsedp.plan import PrivacyPlan
-from sparsedp.prediction import Look, find_threshold, predict, with_threshold
+from sparsedp.prediction import TouchStatistics, find_threshold, predict, with_threshold
 from sparsedp.tables import find_tables
 
 # Steps that are measured after those that warm up; after some seconds fewer will do.
@@ -86,15 +86,18 @@ def plan_report(
         "dense_gradient_size": dense_size,
     }
     if dense_size:
-        look = parts.engine.look() if public_counts is None else _look_at(counts, parts, *public_counts)
+        if public_counts is None:
+            statistics = parts.engine.touch_statistics()
+        else:
+            statistics = _public_statistics(counts, parts, *public_counts)
         try:
-            report["predicted"] = predict(plan, look).to_dict()
+            report["predicted"] = predict(plan, statistics).to_dict()
         except UnsupportedError as error:  # a mechanism of the user's own
             report["not_predicted"] = str(error)
         if reduction is not None:
             gradient_size = dense_size / reduction
         if gradient_size is not None:
-            report["suggested"] = _suggested(plan, look, gradient_size)
+            report["suggested"] = _suggested(plan, statistics, gradient_size)
     elif not (public_counts is None and gradient_size is None and reduction is None):
         raise ConfigError("--counts, --gradient-size and --reduction are about tables; this run trains none")
     # The model is thrown away, so that the steps that are measured spend nobody's budget.
@@ -177,21 +180,21 @@ _COUNT_READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-def _look_at(path: Path | None, parts: Prepared, counts: dict[str, Any], units: float) -> Look:
+def _public_statistics(path: Path | None, parts: Prepared, counts: dict[str, Any], units: float) -> TouchStatistics:
     try:
-        return parts.engine.look(counts, units)
+        return parts.engine.touch_statistics(counts, units)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"--counts {path}: {error}") from error
 
 
-def _suggested(plan: PrivacyPlan, look: Look, gradient_size: float) -> dict[str, Any]:
+def _suggested(plan: PrivacyPlan, statistics: TouchStatistics, gradient_size: float) -> dict[str, Any]:
     """The mechanism's threshold for a gradient size, and what it is predicted to do."""
-    threshold = find_threshold(plan, look, gradient_size)
+    threshold = find_threshold(plan, statistics, gradient_size)
     return {
         "wanted_gradient_size": gradient_size,
         "setting": plan.mechanism.threshold_setting,
         "threshold": threshold,
-        "predicted": predict(with_threshold(plan, threshold), look).to_dict(),
+        "predicted": predict(with_threshold(plan, threshold), statistics).to_dict(),
     }
 
 
