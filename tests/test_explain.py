@@ -223,6 +223,14 @@ def test_batches_that_are_dicts() -> None:
     assert sparsedp.explain(Named(), lambda out, batch: out, {"x": X, "y": Y}).ok
 
 
+def test_nested_tensors_have_no_shape() -> None:
+    def function(m: Any, x: Tensor) -> Tensor:
+        return (m.l(x) * torch.nested.nested_tensor([x.mean(0)]).to_padded_tensor(0.0)[0]).sum(1)
+
+    explanation = sparsedp.explain(Apply(function, l=nn.Linear(DIM, DIM)), squares, (X, Y))
+    assert not explanation.ok and "a nested tensor" in str(explanation)
+
+
 def test_inputs_without_units_are_noted() -> None:
     module = Apply(lambda m, x, scale: m.l(x)[:, 0] * scale, l=nn.Linear(DIM, 1))
     explanation = sparsedp.explain(module, squares, (X, torch.tensor(2.0), Y))

@@ -18,6 +18,8 @@ def marked_shape(shape: Sequence[int], axis: UnitAxis | None = None) -> str:
 
 def described(tensor: Tensor, known: KnownTensors) -> str:
     """A tensor's shape and what is known of it, in a few words."""
+    if tensor.is_nested:
+        return "a nested tensor"
     expression = known.expression(tensor)
     if expression is not None:
         is_itself = len(expression.parameters) == 1 and expression.parameters[0][1] is expression.tensor

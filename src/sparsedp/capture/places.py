@@ -183,4 +183,5 @@ class Origins:
     def _made(self, operation: str, operands: Sequence[Tensor]) -> Origin:
         axes = [self._known.known_axis(operand) for operand in operands]
         dims = tuple(None if axis is None else axis.dim for axis in axes)
-        return Origin(operation, place_in_code(), tuple(tuple(operand.shape) for operand in operands), dims)
+        shapes = tuple(() if operand.is_nested else tuple(operand.shape) for operand in operands)
+        return Origin(operation, place_in_code(), shapes, dims)

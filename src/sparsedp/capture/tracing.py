@@ -171,7 +171,7 @@ class TracingCapture(Capture):
         is as long as there are units. Where there is none, they are taken for constants."""
         axes = [axis for axis in map(self.known_axis, operands) if axis is not None]
         for tensor in tensors:
-            shape, units = tuple(tensor.shape), self.units
+            shape, units = () if tensor.is_nested else tuple(tensor.shape), self.units
             merged = UnitAxis(0, shape[0] // units) if shape and units and shape[0] % units == 0 else None
             guesses = [
                 *(axis for axis in axes if axis.fits(shape, units)),

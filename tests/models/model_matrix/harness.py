@@ -451,4 +451,5 @@ def _check(case: Case, rows: list[Any]) -> Outcome:
 
 
 def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    text = error.message if isinstance(error, sparsedp.SparseDPError) else str(error)  # without places on this machine
+    return " ".join(text.split())
