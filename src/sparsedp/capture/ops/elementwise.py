@@ -121,7 +121,7 @@ def tap(capture: CaptureForRules, name: str, expression: Expression, axis: UnitA
                 "use the same part for all units, or rows that each unit's own ids pick",
             )  # fmt: skip
         if not aligned_is_cheap(expression, dim):
-            require_small(capture, name, expression, value.numel() // value.shape[dim])
+            require_small(capture, name, expression, value.numel() // max(value.shape[dim], 1))
         return capture.record(value, lambda grad: place_aligned(expression, grad, dim), UnitAxis(dim))
     require_placeable(capture, name, expression)
     copies = value.reshape(*(1,) * max(0, -dim), *value.shape)
