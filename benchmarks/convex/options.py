@@ -67,10 +67,10 @@ def run(args: argparse.Namespace) -> int:
 
 def show(console: Console, result: dict[str, Any]) -> None:
     if "speed" in result:
-        table = make_table("Projection", ("n", "d", "s", "noise", "best", "median", "peak memory"))
+        table = make_table("Projection", ("n", "d", "s", "noise", "best", "median", "processor", "peak memory"))
         for row in result["speed"]:
-            times = f"{row['best']:.1f} s", f"{row['median']:.1f} s", f"{row['memory'] / 1e9:.2f} GB"
-            table.add_row(*_sizes(row), row["noise"], *times)
+            times = [f"{row[name]:.1f} s" for name in ("best", "median", "processor")]
+            table.add_row(*_sizes(row), row["noise"], *times, f"{row['memory'] / 1e9:.2f} GB")
         console.print(table)
     if "recovery" in result:
         heads = "n", "d", "s", "m", "time", "solver", "iterations", "gap", "error", "projection's error"

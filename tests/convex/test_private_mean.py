@@ -238,6 +238,9 @@ def test_statements(method: str, neighbours: str) -> None:
     statement = answer.statement
     assert 0.999 < statement.epsilon <= 1 and statement.target_epsilon == 1
     assert statement.delta == (0 if answer.noise == "laplace" else 1e-6)
+    if answer.noise == "gaussian":
+        assert epsilon_of(answer.ledger, 1e-6) == statement.epsilon
+    assert "clipped" not in repr(answer).replace("How many rows were clipped", "")
     assert ("replacing" in statement.neighbouring) == (neighbours == "replace_one")
     text = str(statement)
     assert "Seeded" not in text and "clipped" in text

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import scipy.sparse
 
-from sparsedp.accounting import split_multiplier
+from sparsedp.accounting import Ledger, split_multiplier
 from sparsedp.accounting.events import require_count, require_number
 from sparsedp.convex.choice import Noise, Sizes, choose
 from sparsedp.convex.feasible import L1Ball
@@ -70,6 +70,7 @@ class PrivateMean:
     error_bound: float | None
     bounds: dict[str, float]  # the same for each of the methods that "auto" chooses from
     clipped_rows: int = field(repr=False)  # private: counted without noise
+    ledger: Ledger = field(repr=False)  # what was released, as privacy events, to be composed with what else there is
     recovery: Recovery | None = None
 
 
@@ -286,6 +287,7 @@ def _by_noise(asked: _Asked, data: _Data, budget: _Budget, sizes: Sizes, release
         error_bound=choice.bound,
         bounds=choice.bounds,
         clipped_rows=data.clipped,
+        ledger=releases.ledger,
     )
 
 
@@ -320,6 +322,7 @@ def _by_recovery(
         error_bound=None,
         bounds=choose(sizes, budget.scales(asked, data.sparsity), "projection").bounds,
         clipped_rows=data.clipped,
+        ledger=releases.ledger,
         recovery=Recovery(m, solved.solver, solved.iterations, solved.gap, solved.finished, cut, clipped),
     )
 

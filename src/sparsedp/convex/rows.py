@@ -20,7 +20,7 @@ from sparsedp.errors import DataError, UnsupportedError
 
 # Elements, and rows, that are worked on at a time.
 _ELEMENTS, _ROWS = 1 << 21, 1 << 16
-_STEP = 2.0**-34  # of sums, over the bound rounded up to a power of two
+_STEP = 2.0**-34  # of sums, over a power of two above the bound
 LARGEST_COUNT = 1 << 28  # rows whose sum fits into 63 bits, with noise
 _SLACK = 2.0**-30  # beyond its bound by this share, a row counts as within it in reports, though not in the sum
 
