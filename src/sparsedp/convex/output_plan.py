@@ -5,7 +5,8 @@ lambda |w - w'| <= |grad F_S'(w) - grad F_S(w)|, in which only the rows appear t
 
     |w - w'|_2 <= k L / (lambda n),    k = 1 if a row was added or removed, 2 if one was replaced,
 
-with L the largest gradient norm *at a minimiser*. (The paper's proof says 4 L / (lambda n); its printed noise is that of 2.)
+with L the largest gradient norm *at a minimiser*, of the smaller data set. n is a public number, the same for both. (The
+paper's proof says 4 L / (lambda n); its printed noise is that of 2.)
 
 On the whole space lambda (w - w') = [grad of the rows not shared] + [grad F(w') - grad F(w) over the shared ones], and each
 shared row's part is (phi'(m') - phi'(m)) x, at most sup phi'' |x|_2 |x|_1 |w - w'|_2 in l1 norm. With |x|_1 <= R sqrt(s)
@@ -76,7 +77,9 @@ class OutputPlan:
     def l1_sensitivity(self) -> float:
         """The same in l1 norm; on the whole space only."""
         bounds = self.bounds
-        by_rows = math.sqrt(self.sparsity) * self._exact_l2 * (1 + bounds.smoothness / bounds.regularisation)
+        # An added row's gradient counts at the minimiser of the n + 1 rows, whose norm is bounded by sqrt(1 + 1/n) as much.
+        more = math.sqrt(1 + 1 / bounds.rows)
+        by_rows = more * math.sqrt(self.sparsity) * self._exact_l2 * (1 + bounds.smoothness / bounds.regularisation)
         root = math.sqrt(bounds.columns)
         return self.models * _CLIPPED * (min(by_rows, root * self._exact_l2) + 2 * root * self.target)
 
