@@ -163,7 +163,7 @@ def place_looked_up(expression: Expression, ids: Tensor, values: Tensor) -> Plac
         units = torch.arange(len(rows), device=rows.device)[:, None]
         at = (units * (shape[0] + 1) + rows.where(rows >= 0, shape[0])).reshape(-1)  # one row more, for padding
         full = grads.new_zeros(len(rows) * (shape[0] + 1), *shape[1:])
-        return full.index_add_(0, at, grads.flatten(0, 1)).unflatten(0, (len(rows), -1))[:, :-1]
+        return full.index_add_(0, at, grads.flatten(0, 1)).unflatten(0, (len(rows), shape[0] + 1))[:, :-1]
 
     return _place(expression, count, gradient, (values, ids))
 
