@@ -415,7 +415,8 @@ class _Backward(TorchFunctionMode):
         hidden = [tensor for tensor in given if self._capture.is_data(tensor)]
         if name in _ABOUT_SHAPES:  # the data decide a shape where a mask picked elements
             is_number = isinstance(out, (int, tuple))
-            hidden = [tensor for tensor in hidden if is_number and self._capture.info(tensor) == UnitData(None)]
+            infos = [(tensor, self._capture.info(tensor)) for tensor in hidden if is_number]
+            hidden = [tensor for tensor, info in infos if isinstance(info, UnitData) and info.axis is None]
         if hidden:
             name = name.strip("_") if name != "__get__" else "shape"
             raise self._refuse(f"takes values out of a tensor by '{name}', where they cannot be followed")
