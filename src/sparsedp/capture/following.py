@@ -37,7 +37,10 @@ def follow(
 ) -> Info:
     """What is known of `out`, the result of an operation on `operands`; raises if it mixes units for certain."""
     info = _follow(name, args, kwargs, operands, out, units, where)
-    if units == 1 and out.ndim and not _is_placed(info, out) and all(_is_plain(each) for _, each in operands):
+    is_sum = isinstance(info, Mixed) and _is_linear(info)  # which a term of the loss may be added to
+    if units != 1 or is_sum or not out.ndim or plain_name(name) not in AXIS_RULES:
+        return info
+    if not _is_placed(info, out) and all(_is_plain(each) for _, each in operands):
         return UnitData(UnitAxis(0, max(out.shape[0], 1)))  # all of it is of the only unit
     return info
 
