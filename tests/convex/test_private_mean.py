@@ -367,7 +367,7 @@ def project_l1(point: np.ndarray, radius: float) -> np.ndarray:
 
 
 def test_the_known_bound_of_recovery_is_never_the_smallest() -> None:
-    """That is why "auto" leaves it out."""
+    """What the page says of it, with the constant that it names."""
     ratios = []
     for epsilon, delta in ((0.1, 1e-6), (1.0, 1e-6), (1.0, 1e-12), (10.0, 1e-4)):
         for rows in (1, 10, 1000, 10**5, 10**7):

@@ -49,10 +49,10 @@ def error_bounds(sizes: Sizes, noise: Noise, scale: float) -> tuple[float, float
 
 
 def recovery_bound(sizes: Sizes) -> float:
-    """What a bound for l1 recovery is at least, with the constants that are known.
+    """What a bound for l1 recovery by the M* bound is at least. The paper leaves its constants open.
 
-    The error beyond the noise lies in A's kernel and has an l1 norm of 2 L sqrt(s) or more; the M* bound (Vershynin 2015,
-    theorem 3.1) makes that an l2 norm of sqrt(8 pi / m) E|g|_inf times it. The paper leaves its constants open.
+    The error beyond the noise lies in A's kernel and its l1 norm is bounded by 2 L sqrt(s) at least; an M* bound makes that an
+    l2 norm of sqrt(8 pi / m) E|g|_inf times it. Sharper constants than sqrt(8 pi) may exist: this is not the last word.
     """
     m = measurements_for(sizes.rows, sizes.columns, sizes.sparsity, sizes.epsilon, sizes.delta)
     if needs_no_recovery(max(1, math.ceil(m)), sizes.columns):
@@ -75,7 +75,7 @@ def choose(sizes: Sizes, scales: Mapping[Noise, float], method: str) -> Choice:
     compared = ", ".join(f"{name} {at:.3g}" for name, at in named.items())
     reason = f"nothing has a smaller bound on the root mean square error: {compared}"
     if sizes.delta > 0 and not math.isnan(lowest := recovery_bound(sizes)):
-        reason += f"; l1_recovery's is above {lowest:.3g} with the constants that are known"
+        reason += f"; l1_recovery's is above {lowest:.3g} by the M* bound"
     if bounds[chosen, noise] >= sizes.bound:
         reason += f". The mean's own norm is at most {sizes.bound:.3g}: zero has as small a bound"
     return Choice(chosen, noise, bounds[chosen, noise], named, reason)
