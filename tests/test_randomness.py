@@ -57,6 +57,8 @@ ALLOWED: list[tuple[str, set[str], str]] = [
     ("nn/recurrent.py", {"uniform_"}, "initial weights"),
     ("nn/candidates.py", {"Generator", "rand"}, "a generator that the user gives, for tests"),
     ("capture/global_generators.py", {"np.random", "random"}, "looks whether a forward pass used the global ones"),
+    ("convex/estimators.py", {"randint"}, "a seed of scikit-learn's random_state, for tests: the statement says so"),
+    ("explain.py", {"np.random", "random"}, "puts the global ones back to where they were"),
     ("sampling/workers.py", {"Generator", "np.random", "random"}, "what data sets draw, under states from the cipher"),
 ]
 

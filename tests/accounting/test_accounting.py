@@ -746,7 +746,7 @@ def test_malformed_events_are_refused(data):
 
 @pytest.mark.parametrize("event", [
     dp_accounting.UnsupportedDpEvent(),
-    dp_accounting.dp_event.RepeatAndSelectDpEvent(GaussianDpEvent(1.0), 2.0, 1.0),
+    dp_accounting.dp_event.SampledWithReplacementDpEvent(10, 2, GaussianDpEvent(1.0)),
     SelfComposedDpEvent(PoissonSampledDpEvent(0.1, dp_accounting.UnsupportedDpEvent()), 0),
     GaussianDpEvent(-1.0),
     GaussianDpEvent(math.nan),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # torch imports it at the first draw, and frames that it keeps then would keep a graph
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -24,7 +25,7 @@ class ByPlace(nn.Module):
     def __init__(self, forward: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.rows, self.shared = nn.Parameter(torch.zeros(20, D)), nn.Parameter(torch.linspace(0.5, 1.5, D))
-        self.out = nn.Linear(D, D)
+        self.out, self.table = nn.Linear(D, D), nn.Embedding(40, D)
         self._forward = forward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -51,6 +52,10 @@ def dropped_out(m: Any, n: int) -> Tensor:
     return F.dropout(m.rows + 1, 0.5)[:n]
 
 
+def dropped_out_zeros(m: Any, n: int) -> Tensor:
+    return F.dropout(m.rows, 0.5)[:n]
+
+
 def dropped_out_by_place(m: Any, n: int) -> Tensor:
     return F.dropout((m.rows + 1)[:n], 0.5)
 
@@ -59,7 +64,26 @@ def with_noise(m: Any, n: int) -> Tensor:
     return m.rows[:n] + torch.randn(n, D)
 
 
-MAKERS = [scaled, activated, added_in_backward_alone, hardly, dropped_out, dropped_out_by_place, with_noise]
+def noise_by_place(m: Any, n: int) -> Tensor:
+    return m.shared * (torch.rand(n, D) + torch.arange(n)[:, None])
+
+
+def drawn_rows_by_place(m: Any, n: int) -> Tensor:
+    return m.table(torch.randint(2, (n,)) + 2 * torch.arange(n))
+
+
+MAKERS = [
+    noise_by_place,
+    drawn_rows_by_place,
+    scaled,
+    activated,
+    added_in_backward_alone,
+    hardly,
+    dropped_out,
+    dropped_out_zeros,
+    dropped_out_by_place,
+    with_noise,
+]
 MEETING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mul": lambda x, e: x * e,
     "add": lambda x, e: x + e,
@@ -103,6 +127,8 @@ def test_the_same_part_for_all_is_exact(make: Callable[[Any, int], Tensor], meet
     lambda m, n: F.dropout(torch.tanh(m.shared).repeat(n, 1), 0.5) * 2,
     lambda m, n: m.shared * torch.rand(n, D),
     lambda m, n: F.dropout(m.shared, 0.5).expand(n, D),
+    lambda m, n: torch.tanh(F.dropout(m.shared, 0.5)).repeat(n, 1),
+    lambda m, n: m.table(torch.randint(5, (n,))),
 ])  # fmt: skip
 def test_the_same_part_with_draws_of_its_own(draw: Callable[[Any, int], Tensor]) -> None:
     module = ByPlace(lambda m, x: m.out(x * draw(m, len(x))))

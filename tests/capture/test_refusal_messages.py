@@ -159,11 +159,11 @@ def test_a_stock_layers_line_is_the_one_that_calls_it(tmp_path: Path) -> None:
     assert "put together across the units" in refusal.reason
 
 
-def test_a_loss_that_depends_on_lost_units_names_the_line_where_they_were_lost(tmp_path: Path) -> None:
+def test_a_mean_over_what_a_mask_picks_names_its_line(tmp_path: Path) -> None:
     body = "h = self.out(h)\npicked = h[target >= 0]\nreturn picked.square().mean()"
     path = written(tmp_path, "lost", body)
     refusal = refusal_of(lambda: run(path), UnitsMixedError)
-    assert refusal.source == "picked = h[target >= 0]" and refusal.operation == "getitem"
+    assert refusal.source == "return picked.square().mean()" and refusal.operation == "mean"
 
 
 def test_the_message_of_a_private_step_has_the_line_too(tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ def test_the_step_and_check_may_not_disagree(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_limit_for_small_parameters_is_lowered() -> None:
-    def build() -> nn.Module:  # a copy of the parameter that no rule follows to any size
-        return Apply(lambda m, ids, x: x @ torch.sin(m.weight).sum(1), weight=nn.Parameter(torch.randn(3, 50)))
+    def build() -> nn.Module:  # an operation without a rule of its own, which may take small parameters alone
+        return Apply(lambda m, ids, x: torch.cdist(x, m.weight).sum(1), weight=nn.Parameter(torch.randn(50, 3)))
 
     assert run_case(_case(build)).verdict == "works"
     assert run_case(_case(build), "large").verdict == "refused"

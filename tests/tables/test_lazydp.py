@@ -221,6 +221,7 @@ def test_parameter_groups() -> None:
             run.optimizer.param_groups[1]["lr"] = 0.3 / (1 + step)
 
         run = Run.__new__(Run)
+        run.penalised = False
         torch.manual_seed(5)
         run.module, run.each, run.sizes = Model().double(), each, []
         groups = [

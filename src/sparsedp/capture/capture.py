@@ -416,7 +416,7 @@ class Capture:
             if shared:
                 self._results.note(name, func, args, kwargs, data, out)
             else:
-                self._results.note_constants(out, drawn)
+                self._results.note_constants(name, args, kwargs, out, drawn)
             return out
         if name in BATCH_STATISTICS and takes_batch_statistics(name, args, kwargs):
             raise UnsupportedError(

@@ -200,14 +200,14 @@ def is_shared_along(expression: Expression, dim: int) -> bool:
     tensor = expression.tensor.detach()
     if expression.ids is None and tensor.stride(dim) == 0:
         return True
-    if expression.drawn:  # each unit's part has the same law, whoever else is there
-        return dim in expression.alike
+    if dim in expression.alike:  # each unit's part has the same law, whoever else is there
+        return True
     if expression.ids is not None:
-        return dim < expression.ids.ndim and _is_repeated(expression.ids, dim)
-    return not expression.is_view and _is_repeated(tensor, dim) and _goes_back_alike(expression, dim)
+        return dim < expression.ids.ndim and is_repeated(expression.ids, dim)
+    return not expression.is_view and is_repeated(tensor, dim) and _goes_back_alike(expression, dim)
 
 
-def _is_repeated(tensor: Tensor, dim: int) -> bool:
+def is_repeated(tensor: Tensor, dim: int) -> bool:
     """Whether all slices are the same."""
     first = tensor.narrow(dim, 0, 1).expand_as(tensor)
     if torch.equal(tensor, first) or not tensor.is_floating_point():

@@ -48,7 +48,9 @@ def follow(
 def _is_placed(info: Info, out: Tensor) -> bool:
     if not isinstance(info, UnitData):
         return False
-    without_axis = info.rows is not None or info.numbers is not None or info.chosen is not None
+    without_axis = (
+        info.rows is not None or info.numbers is not None or info.chosen is not None or isinstance(info, OneUnit)
+    )
     return without_axis or (info.axis is not None and info.axis.fits(out.shape, 1))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from sparsedp.capture.expressions import Expression, TableRows, is_shared_along, joined_origin
+from sparsedp.capture.expressions import Expression, TableRows, is_repeated, is_shared_along, joined_origin
 from sparsedp.capture.following import follow
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.history import HiddenHistory
@@ -21,7 +22,7 @@ from sparsedp.capture.ops.shape import SHAPE_ONLY
 from sparsedp.capture.owned_rows import follow_rows, rows_made
 from sparsedp.capture.places import Origins
 from sparsedp.capture.tape import Tape
-from sparsedp.capture.tensors import CONSTANT, DRAWN, SHARED, Derived, KnownTensors
+from sparsedp.capture.tensors import CONSTANT, DRAWN, DRAWN_ALIKE, SHARED, Derived, KnownTensors
 from sparsedp.capture.unit_memory import UnitMemory
 from sparsedp.capture.units import Info, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
@@ -42,12 +43,31 @@ class Results:
         self._current, self._known, self._memory = current, known, memory
         self._history, self._tape, self.origins = history, tape, origins
 
-    def note_constants(self, out: Any, drawn: bool) -> None:
+    def note_constants(self, name: str, args: tuple, kwargs: dict, out: Any, drawn: bool) -> None:
         """The result of an operation on constants."""
         known = self._known
+        kind = (DRAWN_ALIKE if self._are_drawn_alike(name, args, kwargs) else DRAWN) if drawn else CONSTANT
         for tensor in (out,) if isinstance(out, Tensor) else all_tensors(out):
             if known.get(tensor) is None and id(tensor) not in known.private:
-                known[tensor] = DRAWN if drawn else CONSTANT
+                known[tensor] = kind
+
+    def _are_drawn_alike(self, name: str, args: tuple, kwargs: dict) -> bool:
+        """Whether drawn numbers have one law in all places: drawn without a tensor, or made of such numbers one by one."""
+        operands = operands_of(args, kwargs)
+        if not operands:
+            return True
+        one_by_one = name in POINTWISE or name in (
+            "to",
+            "long",
+            "int",
+            "float",
+            "double",
+            "clone",
+            "detach",
+            "contiguous",
+        )
+        has_arrays = any(isinstance(value, (list, np.ndarray)) for value in (*args, *kwargs.values()))
+        return one_by_one and not has_arrays and all(self._known.get(tensor) == DRAWN_ALIKE for tensor in operands)
 
     def note(self, name: str, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], out: Any) -> None:
         """Where the units are in the result of an operation on activations, `data`, and inputs that all units share."""
@@ -149,18 +169,30 @@ class Results:
                 if ids is not None and not rows:
                     rows = (TableRows(parameters[0][0], ids, tensor.numel(), get_gradient_edge(tensor)),)
                 is_drawn = drawn or any(e.drawn for e in expressions)
-                alike = _alike(name, tensor, expressions) if is_drawn else frozenset()
+                alike = self._alike(name, args, kwargs, tensor, expressions) if is_drawn else frozenset()
                 known[tensor] = Derived(parameters, ids, is_drawn, alike, rows)
         return out
 
+    def _alike(
+        self, name: str, args: tuple, kwargs: dict, out: Tensor, expressions: list[Expression]
+    ) -> frozenset[int]:
+        """Dimensions along which slices of a result, in which drawn numbers have a part, differ by these alone."""
+        operands = operands_of(args, kwargs)
+        private = {id(expression.tensor) for expression in expressions}
+        constants = [tensor for tensor in operands if id(tensor) not in private]
+        if name == "embedding" and len(constants) == 1:  # rows by drawn ids
+            return frozenset(range(constants[0].ndim)) if self._known.get(constants[0]) == DRAWN_ALIKE else frozenset()
+        has_arrays = any(isinstance(value, (list, np.ndarray)) for value in (*args, *kwargs.values()))
+        if (name not in POINTWISE and "dropout" not in name) or has_arrays:
+            return frozenset()
 
-def _alike(name: str, out: Tensor, expressions: list[Expression]) -> frozenset[int]:
-    """Dimensions along which slices of a result, in which drawn numbers have a part, are otherwise the same."""
-    if name not in POINTWISE and "dropout" not in name:
-        return frozenset()
+        def is_alike(dim: int) -> bool:
+            places = [(tensor, dim - (out.ndim - tensor.ndim)) for tensor in operands]
+            facing = {id(tensor): (tensor, at) for tensor, at in places if at >= 0 and tensor.shape[at] != 1}
+            of_private = all(is_shared_along(e, facing[id(e.tensor)][1]) for e in expressions if id(e.tensor) in facing)
+            of_constants = [facing[id(tensor)] for tensor in constants if id(tensor) in facing]
+            return of_private and all(
+                self._known.get(tensor) == DRAWN_ALIKE or is_repeated(tensor, at) for tensor, at in of_constants
+            )
 
-    def is_alike(expression: Expression, dim: int) -> bool:
-        at = dim - (out.ndim - expression.tensor.ndim)
-        return at < 0 or expression.tensor.shape[at] == 1 or is_shared_along(expression, at)
-
-    return frozenset(dim for dim in range(out.ndim) if all(is_alike(expression, dim) for expression in expressions))
+        return frozenset(filter(is_alike, range(out.ndim)))

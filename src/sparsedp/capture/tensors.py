@@ -41,13 +41,17 @@ class Shared:
 
 @dataclass(frozen=True)
 class Constant:
-    """A tensor that no unit decides, as far as operations are seen. One that is `drawn` has numbers from the key."""
+    """A tensor that no unit decides, as far as operations are seen. One that is `drawn` has numbers from the key.
+
+    `alike`: each of its numbers was drawn by the same law, wherever it stands.
+    """
 
     drawn: bool = False
+    alike: bool = False
 
 
 SHARED = Shared()
-CONSTANT, DRAWN = Constant(), Constant(drawn=True)
+CONSTANT, DRAWN, DRAWN_ALIKE = Constant(), Constant(drawn=True), Constant(drawn=True, alike=True)
 EARLIER = Mixed("data of an earlier batch")  # until forward() is given it again, as in an evaluation after every step
 
 

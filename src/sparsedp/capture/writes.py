@@ -17,7 +17,7 @@ from sparsedp.capture.ops.indexing import is_by_numbers, written_axis
 from sparsedp.capture.ops.registry import SHAPE_IN_PLACE, VALUES_IN_PLACE, plain_name
 from sparsedp.capture.owned_rows import is_shared_along
 from sparsedp.capture.results import Results
-from sparsedp.capture.tensors import DRAWN, Constant, Derived, KnownTensors, memory_of
+from sparsedp.capture.tensors import Constant, Derived, KnownTensors, memory_of
 from sparsedp.capture.unit_memory import UnitMemory
 from sparsedp.capture.units import Info, Mixed, UnitData
 
@@ -112,7 +112,9 @@ class Writes:
             if isinstance(before, Derived):
                 self._known[tensor] = Derived(_joined(before.parameters, parameters), None, before.drawn or drawn)
             elif before is None or isinstance(before, Constant):
-                self._known[tensor] = Derived(parameters, None, drawn or before == DRAWN)
+                self._known[tensor] = Derived(
+                    parameters, None, drawn or (isinstance(before, Constant) and before.drawn)
+                )
         return out
 
     def _change_shape(

@@ -77,7 +77,8 @@ def _place_kernel(kernel: Expression, patches: Tensor, grad: Tensor, groups: int
         built = torch.einsum("bgop,bgip->bgoi", g, a)
         return place_built(kernel, built.reshape(len(grad), *weight.shape))
     rows = weight.shape[0] // groups
-    kernel.require_unchanged()
+    if kernel.ids is None and not kernel.is_view:  # a parameter itself changes with each step
+        kernel.require_unchanged()
     placed: Placed = []
     for group in range(groups):
         with torch.enable_grad():
