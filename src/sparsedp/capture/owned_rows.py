@@ -23,7 +23,7 @@ from torch import Tensor
 
 from sparsedp.capture.names import operands_of
 from sparsedp.capture.ops.elementwise import POINTWISE
-from sparsedp.capture.ops.ragged import follow_ragged
+from sparsedp.capture.ops.ragged import follow_ragged, picked_by_mask
 from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call
 from sparsedp.capture.units import (
     Info,
@@ -500,6 +500,11 @@ def _picked(call: Call, info_of: InfoOf) -> Info | None:
         return _picked_of_constant(call, source, items, info_of)
     if items is None or not isinstance(info, UnitData) or _is_followed_by_axis(call, info_of):
         return None
+    if call.name == "getitem":
+        infos = [(tensor, info_of(tensor)) for tensor in operands_of(call.args, call.kwargs)]
+        by_mask = picked_by_mask(call, [(tensor, each) for tensor, each in infos if each is not None])
+        if by_mask is not None:
+            return by_mask
     place = place_of(source, info, call.units)
     if info.numbers is not None and source.ndim == 1:
         place = Place(0, info.numbers.owners)

@@ -120,6 +120,32 @@ def owners_of_nested(tensor: Any) -> Tensor | None:
     return _owners_by_offsets(tensor.offsets(), len(tensor._values), tensor.shape[0])
 
 
+def picked_by_mask(call: Call, operands: list[tuple[Tensor, Info]]) -> UnitData | None:
+    """The rows of x[mask], where both have the units in the same place, or the mask is the same for every unit.
+
+    What lies before the units, such as features, becomes segments.
+    """
+    source, mask = call.args[0], call.args[1]
+    mask = mask[0] if isinstance(mask, tuple) and len(mask) == 1 else mask
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, torch.uint8) or mask.ndim == 0:
+        return None
+    infos = {id(tensor): info for tensor, info in operands}
+    axes = {info.axis for info in infos.values() if isinstance(info, UnitData)}
+    axis = axes.pop() if len(axes) == 1 else None
+    if axis is None or id(source) not in infos or set(infos) - {id(source), id(mask)}:
+        return None
+    if axis.dim >= mask.ndim or not axis.fits(source.shape, call.units) or not call.units:
+        return None
+    by_unit = mask.unflatten(axis.dim, (-1, call.units, axis.inner))  # (..., outer, units, inner, ...)
+    if id(mask) not in infos and not torch.equal(by_unit, by_unit.narrow(axis.dim + 1, 0, 1).expand_as(by_unit)):
+        return None
+    outer = by_unit.shape[: axis.dim + 1].numel()
+    numbers = torch.arange(outer * call.units, device=mask.device)
+    places = numbers.view(*by_unit.shape[: axis.dim + 2], *(1,) * (by_unit.ndim - axis.dim - 2)).expand_as(by_unit)
+    picked = places[by_unit != 0]
+    return rows_end_to_end(picked % call.units, picked // call.units)
+
+
 def rows_of_part(part: Tensor, whole: Tensor) -> slice | None:
     """Which rows of a contiguous tensor a view of it has, each or a part of each; None if that is not seen."""
     width = whole[0].numel() if len(whole) else 0
