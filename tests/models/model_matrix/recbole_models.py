@@ -192,7 +192,6 @@ MODELS: list[tuple[str, str, dict[str, Any]]] = [
         "ENMF", "SimpleX", "LINE", "NNCF", "DGCF", "SGL",
     )),
     ("general", "MacridVAE", {"nogb": True, "dropout_prob": 0.0, "total_anneal_steps": 0, "reg_weights": [0.001, 0.001]}),
-    ("general", "DiffRec", {"noise_scale": 0.0}),
     ("context_aware", "PNN", {"reg_weight": 0.01}),
     *(("context_aware", model, {}) for model in (
         "LR", "FM", "FFM", "FNN", "FwFM", "NFM", "AFM", "WideDeep", "DeepFM", "xDeepFM", "DCN", "DCNV2", "DSSM",
@@ -243,7 +242,10 @@ def _case(name: str, kind: str, model: str, changes: dict[str, Any], batch_norm:
 
 
 def _diffrec_without_history() -> nn.Module:
-    """The package draws steps by the losses of earlier batches, which it keeps: without that, uniformly."""
+    """The package draws steps by the losses of earlier batches, which it keeps, and swallows what is refused there.
+
+    So its own form ends one way or the other. Without that, steps are drawn uniformly.
+    """
     built = _build("general", "DiffRec", {"noise_scale": 0.0})()
     built.model.update_Lt_history = lambda *_: None
     return built
