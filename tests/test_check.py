@@ -333,3 +333,16 @@ def test_the_error_of_a_model_that_does_not_run_at_all_is_its_own() -> None:
 
     with pytest.raises(RuntimeError, match="einsum"):  # that of one unit, not that of two
         sparsedp.check(Squeezed(), loss, _batch())
+
+
+def test_a_model_that_is_finite_in_float32_alone() -> None:
+    """What a step, which runs in float32, would do is what counts."""
+
+    def forward(m, x):  # type: ignore[no-untyped-def]
+        broken = math.nan if x.dtype == torch.float64 else 0.0
+        return m.l(x) * (1 + broken)
+
+    batch = (torch.randn(4, 3), torch.randn(4))
+    module = Apply(forward, l=nn.Linear(3, 1))
+    report = sparsedp.check(module, lambda out, y: (out[:, 0] - y).square().mean(), batch)
+    assert report.dtype == torch.float32 and report.units == 4

@@ -102,13 +102,15 @@ def check(
         with _default_dtype(torch.float64):
             trial = _Trial(module, loss_fn, loss_reduction, replace_recurrent, torch.float64)
             return _compare_all(trial, comparisons, units)
+    except NonFiniteGradientError:
+        pass  # masks with float32's smallest number, say, do not mask in float64: float32 tells whether a step would end there
     except SparseDPError:
         if trial is None or all(parameter.dtype == torch.float64 for parameter in trial.parameters.values()):
             raise  # else the model itself made float32 of some parameters, by module.float() in forward()
     except RuntimeError as error:
         if not _is_of_dtypes(error):
             raise
-    # The model makes float32 numbers itself, by float() or out of numpy's, and these meet float64 ones.
+    # Often the model makes float32 numbers itself, by float() or out of numpy's, and these meet float64 ones.
     return _compare_all(_Trial(module, loss_fn, loss_reduction, replace_recurrent, torch.float32), comparisons, units)
 
 

@@ -40,7 +40,9 @@ def follow(
     is_sum = isinstance(info, Mixed) and _is_linear(info)  # which a term of the loss may be added to
     if units != 1 or is_sum or not out.ndim or plain_name(name) not in AXIS_RULES:
         return info
-    if not _is_placed(info, out) and all(_is_plain(each) for _, each in operands):
+    first = args[0] if args else None  # numbers of rows that pick some of it are the unit's own, too
+    others = [each for tensor, each in operands if tensor is first or not _are_numbers(each)]
+    if not _is_placed(info, out) and all(map(_is_plain, others)):
         return UnitData(UnitAxis(0, max(out.shape[0], 1)))  # all of it is of the only unit
     return info
 
@@ -52,6 +54,10 @@ def _is_placed(info: Info, out: Tensor) -> bool:
         info.rows is not None or info.numbers is not None or info.chosen is not None or isinstance(info, OneUnit)
     )
     return without_axis or (info.axis is not None and info.axis.fits(out.shape, 1))
+
+
+def _are_numbers(info: Info) -> bool:
+    return isinstance(info, UnitData) and info.numbers is not None
 
 
 def _is_plain(info: Info) -> bool:
