@@ -19,7 +19,7 @@ from sparsedp.version import __version__
 # Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the command's description.
 COMMANDS = {
     name: f"sparsedp.cli.commands.{name}"
-    for name in ("train", "evaluate", "export", "plan", "sweep", "account", "mean")
+    for name in ("train", "evaluate", "export", "plan", "sweep", "account", "mean", "audit")
 }
 REFUSED, INTERRUPTED = 2, 130
 

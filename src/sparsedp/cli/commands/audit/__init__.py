@@ -1,0 +1,28 @@
+"""Measures what a trained model gives away: an attack, a number, and a sentence."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+# Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the audit's description.
+AUDITS: dict[str, str] = {}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    audits = parser.add_subparsers(metavar="AUDIT", required=True)
+    for name, path in AUDITS.items():
+        module = importlib.import_module(path)
+        description = (module.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
+        audit = audits.add_parser(
+            name, help=description, description=description, formatter_class=parser.formatter_class
+        )
+        audit.add_argument(
+            "--debug", action="store_true", default=argparse.SUPPRESS, help="show where an error comes from"
+        )
+        module.add_arguments(audit)
+        audit.set_defaults(run_audit=module.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    return args.run_audit(args)
