@@ -45,7 +45,9 @@ class RowSpace:
     def split(self, rows: Tensor) -> dict[str, Tensor]:
         """Ascending global rows as rows of each table."""
         edges = self.edges(rows)
-        return {name: rows[begin:end] - start for name, start, (begin, end) in zip(self.names, self.starts, edges)}
+        return {
+            name: _moved(rows[begin:end], -start) for name, start, (begin, end) in zip(self.names, self.starts, edges)
+        }
 
     def edges(self, rows: Tensor) -> list[tuple[int, int]]:
         """Where the rows of each table begin and end among ascending global rows."""
@@ -53,7 +55,9 @@ class RowSpace:
 
     def join(self, rows: Mapping[str, Tensor]) -> Tensor:
         """Rows of each table, ascending, as ascending global rows."""
-        parts = [rows[name] + start for name, start in zip(self.names, self.starts) if name in rows]
+        parts = [_moved(rows[name], start) for name, start in zip(self.names, self.starts) if name in rows]
+        if len(parts) == 1:
+            return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
 
 
@@ -117,7 +121,7 @@ class TouchedRows:
     def of(self, name: str) -> Tensor:
         """The touched rows of one table, distinct and ascending."""
         begin, end = self._edges[name]
-        return self.rows[begin:end] - self.space.starts[self.space.names.index(name)]
+        return _moved(self.rows[begin:end], -self.space.starts[self.space.names.index(name)])
 
     def slots(self, selection: Mapping[str, Tensor]) -> Tensor:
         """The place of each of `rows` among the selected rows of its table; -1 if it is not selected."""
@@ -203,6 +207,11 @@ class TouchedRows:
 
         every = total(None)
         return LookupNorms(list(self.lookups), every, every if slots is None else total(slots[row] >= 0))
+
+
+def _moved(rows: Tensor, by: int) -> Tensor:
+    """Not a copy where nothing moves: nobody changes rows in place."""
+    return rows + by if by else rows
 
 
 def _repeated(values: list[int], counts: list[int], like: Tensor) -> Tensor:

@@ -110,7 +110,7 @@ def _beside(one: Tensor, other: Tensor) -> bool:
     """Whether two matrices are columns of a common one."""
     return (
         one.dtype == other.dtype
-        and len(one) == len(other)
+        and one.shape[0] == other.shape[0]
         and one.stride(0) == other.stride(0) > 0
         and one.stride(1) == other.stride(1) == 1
         and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
@@ -163,7 +163,7 @@ def add_weighted_rows(out: Tensor, values: Tensor, factors: Tensor) -> None:
     if compiled(out, values, factors):
         flat, stride = _flat(values)
         target, weights = out.numpy(), factors.numpy()
-        pieces = split(len(out), len(values))
+        pieces = split(*reversed(values.shape))
         on_all_cores(lambda part: _add_weighted_rows(target, flat, stride, weights, part.start, part.stop), pieces)
         return
     total = torch.zeros(out.shape, dtype=torch.float64, device=out.device)

@@ -20,7 +20,9 @@ import math
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import float32, float64, int32, int64, njit, types, uint32, uint64
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sparsedp.errors import SparseDPError
@@ -317,6 +319,43 @@ def _reinterpreted(typing: Any, x: Any) -> Any:
     return other(x), generate
 
 
+def _rounded_vector(
+    typing: Any, out: Any, at: Any, radii: Any, source: Any, points: Any, angle: Any, scale: Any, kept: Any, grid: Any
+) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        number = context.get_value_type(out.dtype)
+        bits = 32 if out.dtype == types.float32 else 64
+        count = 256 // bits
+        vector, index = ir.VectorType(number, count), ir.IntType(32)
+
+        def pointer(place: int) -> Any:
+            array = context.make_array(signature.args[place])(context, builder, arguments[place])
+            return builder.bitcast(builder.gep(array.data, [arguments[place + 1]]), vector.as_pointer())
+
+        def load(place: int) -> Any:
+            return builder.load(pointer(place), align=bits // 8)
+
+        def spread(value: Any) -> Any:
+            first = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(index, 0))
+            zeros = ir.Constant(ir.VectorType(index, count), None)
+            return builder.shuffle_vector(first, ir.Constant(vector, ir.Undefined), zeros)
+
+        def call(name: str, *values: Any) -> Any:
+            kind = ir.FunctionType(vector, [vector] * len(values))
+            name = f"llvm.{name}.v{count}f{bits}"
+            return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), values)
+
+        radius = builder.fmul(spread(arguments[6]), load(2))
+        total = call("fma", radius, load(4), builder.fmul(spread(arguments[7]), load(0)))
+        builder.store(builder.fmul(spread(arguments[8]), call("rint", total)), pointer(0), align=bits // 8)
+        return context.get_dummy_value()
+
+    return types.void(out, at, radii, source, points, angle, scale, kept, grid), generate
+
+
+# A vector of `out` (256 bits) from the place `at` on becomes grid * rint(fma(scale * radii, points, kept * out)), its operands
+# from places of their own on: what a loop over single numbers gives, which the compiler does not turn into vectors by itself.
+round_vector: Any = intrinsic(_rounded_vector)
 # a * b + c, rounded once: by an instruction, or, on a CPU without one, by a function with the same result.
 fma: Any = intrinsic(_fused)
 # The uint32 with the bits of a float32, and the reverse.

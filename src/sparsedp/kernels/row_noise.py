@@ -33,6 +33,7 @@ from sparsedp.kernels.normals import (
     check_grid,
     check_out,
     fma,
+    round_vector,
     working_memory,
 )  # fmt: skip
 
@@ -69,10 +70,15 @@ def add_rows(
     """
     check_out(table, 2, key)
     check_grid(grid, table)
-    places = np.arange(len(table)) if places is None else _checked_rows(places, len(table))
-    rows = _numbers(rows, places)
-    factors = _scales(1.0 if factor is None else factor, rows, 1 / grid, table.dtype)
-    scales = _scales(std, rows, 1 / grid, table.dtype)
+    if places is None:
+        places = np.arange(len(table))
+        rows = places if rows is None else _numbers(rows, places)
+    else:
+        places = _checked_rows(places, len(table))
+        rows = _numbers(rows, places)
+    many = factor is not None or np.ndim(std) > 0
+    factors = _scales(1.0 if factor is None else factor, rows, 1 / grid, table.dtype, many)
+    scales = _scales(std, rows, 1 / grid, table.dtype, many)
     _add_rows(table.reshape(-1), table.shape[1], places, rows, factors, scales, table.dtype.type(grid), key)
 
 
@@ -136,10 +142,12 @@ def _numbers(rows: np.ndarray | None, places: np.ndarray) -> np.ndarray:
     return _checked_rows(rows)
 
 
-def _scales(values: float | np.ndarray, rows: np.ndarray, unit: float, dtype: np.dtype) -> np.ndarray:
-    """`unit` times one number for each row, or one for all."""
+def _scales(
+    values: float | np.ndarray, rows: np.ndarray, unit: float, dtype: np.dtype, many: bool = True
+) -> np.ndarray:
+    """`unit` times the number of each row; `values` may be one for all, and is then one alone if not `many`."""
     if isinstance(values, float) or np.ndim(values) == 0:
-        return np.full(len(rows), float(values) * unit, dtype)
+        return np.full(len(rows) if many else 1, float(values) * unit, dtype)
     if np.shape(values) != rows.shape:
         raise SparseDPError(
             f"std must be one number or one for each of {len(rows)} rows, not of shape {np.shape(values)}."
@@ -190,7 +198,8 @@ def _add_rows(
     out: np.ndarray, dim: int, places: np.ndarray, rows: np.ndarray, factor: np.ndarray, std: np.ndarray, grid: float,
     key: np.ndarray,
 ) -> None:  # fmt: skip
-    """`std` and `factor` are in units of the grid."""
+    """`std` and `factor` are in units of the grid, one of each for each row, or for all."""
+    each = 1 if len(std) > 1 else 0
     start, words, radii, points = working_memory(key, out)
     moved = np.empty(WORDS, np.uint32)
     half, second = len(radii) // LANES, len(radii)
@@ -203,14 +212,17 @@ def _add_rows(
         for lane in range(used):
             # Unsigned, or each access would test for an index from the end.
             at, source = uint64(places[i] * dim + block * width), uint64(lane * drawn)
-            scale, kept, count = std[i], factor[i], uint64(min(width, dim - block * width))
-            for k in range(min(count, uint64(half))):
-                mean = kept * out[at + k]
-                out[at + k] = grid * np.rint(fma(scale * radii[source + k], points[source + k], mean))
-            at, angle = at + uint64(half), source + uint64(second)
-            for k in range(max(count, uint64(half)) - uint64(half)):
-                mean = kept * out[at + k]
-                out[at + k] = grid * np.rint(fma(scale * radii[source + k], points[angle + k], mean))
+            scale, kept = std[each * i], factor[each * i]
+            for side in range(2):
+                angle = source + uint64(side * second)
+                count = min(half, dim - block * width - side * half)
+                if count == half:
+                    round_vector(out, at, radii, source, points, angle, scale, kept, grid)
+                else:
+                    for k in range(uint64(max(count, 0))):
+                        mean = kept * out[at + k]
+                        out[at + k] = grid * np.rint(fma(scale * radii[source + k], points[angle + k], mean))
+                at += uint64(half)
             block += 1
             if block == blocks:
                 i, block = i + 1, 0

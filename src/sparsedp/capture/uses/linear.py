@@ -16,6 +16,11 @@ from sparsedp.kernels.loops import add_weighted_rows, outer_products
 _MAX_WRITTEN_OUT = 1 << 16
 
 
+# The sum of units that are alike loses the same digits with each of them. Products of so many numbers are added up in float64;
+# others in float32, as torch does it, but so many units at a time: some processors would add up hundreds one after another.
+_CHEAP_IN_DOUBLE, _ADDED_AT_ONCE = 1 << 21, 128
+
+
 @dataclass
 class Linear(Use):
     """A block of W as a matrix (O, I), in row-major order from the element `offset` on.
@@ -111,8 +116,11 @@ class Linear(Use):
             add_weighted_rows(block, rows, grads[:, 0])
         elif width == 1:
             add_weighted_rows(block, grads, rows[:, 0])
+        elif grads.shape[0] * height * width <= _CHEAP_IN_DOUBLE:
+            block.view(height, width).add_(grads.mT.double() @ rows.double())
         else:
-            block.view(height, width).addmm_(grads.mT, rows)
+            for some, others in zip(grads.split(_ADDED_AT_ONCE), rows.split(_ADDED_AT_ONCE)):
+                block.view(height, width).addmm_(some.mT, others)
 
     def restricted(self, rows: Tensor, width: int) -> Linear | Built:
         inputs, grad = self.inputs, self.grad

@@ -38,8 +38,11 @@ class Lookup(Use):
         """Compiled loops trust these lengths."""
         if self.ids.dtype != torch.int64 or self.units.dtype != torch.int64:
             raise SparseDPError(f"A lookup has int64 ids and units, not {self.ids.dtype} and {self.units.dtype}.")
-        count = len(self.grad) if self.source is None else len(self.source)
-        if not len(self.ids) == len(self.units) == count or not (self.weight is None or len(self.weight) == count):
+        (count,) = self.grad.shape[:1] if self.source is None else self.source.shape
+        expected = torch.Size([count])
+        if not self.ids.shape == self.units.shape == expected or not (
+            self.weight is None or self.weight.shape == expected
+        ):
             raise SparseDPError(
                 f"A lookup has a unit, a gradient and a weight for each of its ids, but {len(self.ids)} ids came with "
                 f"{len(self.units)} units, {count} gradients and {count if self.weight is None else len(self.weight)} weights."
