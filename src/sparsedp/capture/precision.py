@@ -27,7 +27,6 @@ LOW_PRECISION = frozenset(
 
 # Where torch says in which precision it multiplies float32 numbers.
 _PRODUCTS = (("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"), ("cuda", "matmul"))
-_EXACT = ("none", "ieee")
 _SMALL, _ONE = np.float32(1e-40), np.float32(1)
 
 
@@ -71,7 +70,4 @@ def _rounds_products() -> bool:
     """Whether products of float32 matrices may be computed in fewer digits."""
     if float32_precision is None:
         return torch.get_float32_matmul_precision() != "highest"
-    for place in _PRODUCTS:  # not any(...): this is asked for three times in a step
-        if float32_precision(*place) not in _EXACT:
-            return True
-    return False
+    return any(float32_precision(*place) not in ("none", "ieee") for place in _PRODUCTS)
