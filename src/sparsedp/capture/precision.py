@@ -27,6 +27,7 @@ LOW_PRECISION = frozenset(
 
 # Where torch says in which precision it multiplies float32 numbers.
 _PRODUCTS = (("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn"), ("cuda", "matmul"))
+_EXACT = {"none", "ieee"}
 _SMALL, _ONE = np.float32(1e-40), np.float32(1)
 
 
@@ -70,4 +71,4 @@ def _rounds_products() -> bool:
     """Whether products of float32 matrices may be computed in fewer digits."""
     if float32_precision is None:
         return torch.get_float32_matmul_precision() != "highest"
-    return any(float32_precision(*place) not in ("none", "ieee") for place in _PRODUCTS)
+    return not {float32_precision(*place) for place in _PRODUCTS} <= _EXACT
