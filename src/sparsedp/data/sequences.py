@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 
 from sparsedp.data.sequencefiles import Actions, read_actions
 from sparsedp.errors import ConfigError, DataError
+from sparsedp.generator import CipherGenerator
 
 Item = tuple[Tensor, Tensor]
 
@@ -202,6 +203,11 @@ class SequenceDataset(_Slices):
         begins, ends = self._bounds(indices)
         begins = np.maximum(begins, ends - self.length - 1)
         return SequenceBatch(self._padded(begins, ends - 1, self.length), self._padded(begins + 1, ends, self.length))
+
+    def make_canary(self, generator: CipherGenerator) -> Item:
+        """An example for audits: length + 1 items, each drawn evenly from all."""
+        items = torch.from_numpy(1 + generator.integers(self.items, self.length + 1))
+        return items[:-1].clone(), items[1:].clone()
 
 
 class HeldOutItems(_Slices):
