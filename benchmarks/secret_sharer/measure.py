@@ -9,6 +9,7 @@ from typing import Any
 
 from sparsedp.audit import CanaryPlan, SecretSharer
 from sparsedp.audit.secret_sharer import planned_repetitions
+from sparsedp.cli.config.config import differences
 from sparsedp.cli.config.sweepfile import SweepRun, expand, load_sweep
 from sparsedp.cli.progress import Reporter
 from sparsedp.cli.run import load_with_progress, run_training
@@ -53,6 +54,10 @@ def measure(
         reporter.say(f"Run {number} of {len(runs)}: {run.id}")
         path = folder / run.id
         started = (path / "private" / "config.yaml").is_file()
+        if started and (changed := differences(RunFolder(path).load_config()[0], run.config)):
+            raise SparseDPError(
+                f"{path} was run with another {', '.join(changed)}: remove it, or name another --run-dir."
+            )
         if not started or not RunFolder(path).is_released:
             run_training(run.config, path, resume=started, reporter=reporter, data=data, canaries=plan)
         rows.append(_row(run, path, audit_run(run.config, path, data, reporter)))

@@ -14,6 +14,7 @@ import torch
 from sparsedp.audit.canaries import CanaryPlan
 from sparsedp.cli.config.load import load_config
 from sparsedp.cli.main import main
+from sparsedp.cli.prepare import load_data
 from sparsedp.cli.run import run_training
 from sparsedp.cli.secret_sharer import RESULT
 from sparsedp.errors import ConfigError
@@ -162,6 +163,16 @@ def test_noise_hides_canaries(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(entry["p_value"] > 1e-3 and entry["rank"]["median"] < 4 for entry in result["exposures"])
 
 
+@pytest.mark.parametrize(("owner", "users"), [("one", 16), ("existing", 0)])
+def test_users_own_canaries(capsys: pytest.CaptureFixture[str], owner: str, users: int) -> None:
+    noise = "--set=privacy.noise_multiplier=1"
+    assert audit("timelines.yaml", "--owner", owner, *FEW, noise, "--set=training.epochs=1", "--run-dir", "run") == 0
+    assert "epsilon" in capsys.readouterr().out.rpartition("Run folder")[2]
+    plan = json.loads(Path("run/release/plan.json").read_text())
+    without = len(load_data(load_config("timelines.yaml")).training)
+    assert plan["dataset_size"] == without + users, "canaries are users of their own, or nobody new"
+
+
 def test_a_stopped_run_goes_on_with_the_same_canaries(capsys: pytest.CaptureFixture[str]) -> None:
     config = load_config("own.yaml", ["training.seed=3"])
     plan = CanaryPlan.make("secret-sharer", [5] * 8 + [0] * 200, None)
@@ -239,6 +250,13 @@ def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         audit("own.yaml", "--repetitions", "1,x")
     assert "expected whole numbers" in capsys.readouterr().err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        audit("--help")
+    out = capsys.readouterr().out
+    assert "examples:" in out and "--owner" in out
 
 
 def test_many_canaries_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
