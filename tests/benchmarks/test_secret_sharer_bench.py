@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-
 from benchmarks.command import main
 from benchmarks.secret_sharer.options import SWEEP
+
 from sparsedp.cli.config.sweepfile import expand, load_sweep
 
 BASE = """
