@@ -74,4 +74,4 @@ def _code(word: str) -> int:
 
 
 def _mixed(codes: np.ndarray, salt: int) -> np.ndarray:
-    return mix(codes + np.uint64(salt) * np.uint64(0x9E3779B97F4A7C15))
+    return mix(codes + np.uint64(salt * 0x9E3779B97F4A7C15 % 2**64))

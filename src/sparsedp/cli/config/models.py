@@ -236,7 +236,7 @@ class DualModel(ModelKind):
             raise ConfigError(
                 f"model.features: {', '.join(of_titles)} are of titles, and these data have none. Name a file: data.titles"
             )
-        rows = {name: torch.from_numpy(title_rows(words, name, self.buckets)) for name in of_titles}
+        rows: dict[str, Tensor] = {name: torch.from_numpy(title_rows(words, name, self.buckets)) for name in of_titles}
         return FeatureDualEncoder(
             training.items,
             rows,
