@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -21,6 +22,7 @@ from sparsedp.cli.config.sweepfile import expand, load_sweep
 from sparsedp.cli.main import main
 from sparsedp.cli.prepare import forward, load_data, make_model, prepare, with_collate
 from sparsedp.cli.run import run_training
+from sparsedp.cli.sweepjobs import evaluate_halves
 from sparsedp.errors import ConfigError
 
 TINY = """
@@ -257,6 +259,25 @@ def test_a_sweep_may_give_either() -> None:
     assert main(["sweep", "sweep.yaml", "--jobs", "1", "--run-dir", "sweep", "--set", "training.epochs=1"]) == 0
     front = json.loads(Path("sweep/front.json").read_text())
     assert front["metric"] == "precision@10" and front["more_is_better"]
+
+
+def test_a_sweep_keeps_the_labels_of_a_test_user_in_one_half() -> None:
+    config = load_config("tiny.yaml", ["data.test_labels=4"])
+    data = with_collate(config, load_data(config))
+    assert data.held_out is not None
+    owners = data.held_out.owners
+    assert np.array_equal(np.bincount(owners), np.full(len(owners) // 4, 4))
+    parts = prepare(config, data, make_model(config, data.training))
+    halves: list[set[int]] = []
+
+    def ranked(config: Any, model: Any, data: Any, part: Any) -> dict[str, Any]:
+        halves.append({int(owners[row]) for row in part.indices})
+        return {}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sparsedp.cli.sweepjobs.rank_items", ranked)
+        evaluate_halves(config, parts)
+    assert not halves[0] & halves[1] and len(halves[0]) + len(halves[1]) == len(owners) // 4
 
 
 # ------------------------------------------------------------------ configurations

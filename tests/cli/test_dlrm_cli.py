@@ -60,7 +60,12 @@ def test_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("mechanism", ["{name: adafest, threshold: 5.0}", "lazydp"])
 def test_a_resumed_run_is_the_same_run(mechanism: str) -> None:
     # Checkpoints settle LazyDP's noise: both runs write one at step 5.
-    changes = ["training.seed=3", "training.check=false", "training.checkpoint_every=5", f"privacy.mechanism={mechanism}"]
+    changes = [
+        "training.seed=3",
+        "training.check=false",
+        "training.checkpoint_every=5",
+        f"privacy.mechanism={mechanism}",
+    ]
     config = load_config("tiny.yaml", changes)
     run_training(config, Path("whole"))
     run_training(config, Path("parts"), should_stop=lambda step: step == 5)

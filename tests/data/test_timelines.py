@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from documentation import code_of
 from sparsedp.data import (
     Actions,
     LabelCollate,
@@ -183,6 +184,11 @@ def test_another_process_is_refused() -> None:
     worker.start()
     worker.join()
     assert "another process" in ends[0].recv()
+
+
+def test_the_code_of_the_documentation() -> None:
+    page = code_of("dual-encoder.md")
+    assert page["losses"].shape == (64,) and page["scores"].shape == (64, 101)
 
 
 # ------------------------------------------------------------------ what is held out

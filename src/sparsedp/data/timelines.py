@@ -84,6 +84,11 @@ class HeldOutLabels(HeldOutItems):
 
     cutoffs: ClassVar[tuple[int, ...]] = (1, 5, 10, 20)  # the k of precision@k and recall@k, as in the paper
 
+    @property
+    def owners(self) -> np.ndarray:
+        """int64 [n]: whose each label is, numbered from 0."""
+        return np.unique(self._begins, return_inverse=True)[1]
+
 
 class LabelCollate:
     """Makes timelines into (contexts int64 [n, context], zeros behind; labels int64 [n]).
