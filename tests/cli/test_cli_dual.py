@@ -298,8 +298,13 @@ def test_a_sweep_keeps_the_labels_of_a_test_user_in_one_half() -> None:
         (["model.features=[words]"], r"model.features\[0\]: expected items or unigrams or bigrams"),
         (["model.features=[unigrams]", "model.tied=true"], r"model.tied: the label's table is tied"),
         (["model.context=transformer", "model.heads=3"], r"model.heads: expected a divisor of model.dim, 8; got 3"),
+        (["model.heads=2"], r"model.heads: is for model.context: transformer"),
+        (["model.blocks=2"], r"model.blocks: is for model.context: transformer"),
+        (["model.buckets=9"], r"model.buckets: unigrams and bigrams are hashed to them"),
+        (["model.context=transformer", "model.dim=6"], r"model.heads: expected a divisor of model.dim, 6; got 4"),
+        (["data={kind: timelines, path: a, titles: b}"], r"data.titles: no feature looks at them"),
         (["data.held_out=1.0"], r"data.held_out: expected a number of at least 0 and below 1"),
-        (["data={kind: timelines, path: a, titles: $NOWHERE/b}"], r"data.titles: .*no environment variable NOWHERE"),
+        (["data={kind: timelines, path: a, titles: $NOWHERE/b}", "model.features=[items, unigrams]"], r"data.titles: .*no environment variable NOWHERE"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused(

@@ -71,6 +71,9 @@ class Config:
             raise SchemaError("privacy.unit", "a timeline is all that a user did: give user")
         if self.data.topic == "timelines" and self.training.workers:
             raise SchemaError("training.workers", "labels are drawn in the main process: give 0")
+        titles = getattr(self.data, "titles", None)
+        if titles is not None and isinstance(self.model, DualModel) and not self.model.title_features:
+            raise SchemaError("data.titles", "no feature looks at them: add unigrams or bigrams to model.features")
         if self.loss in CANDIDATE_LOSSES and self.training.negatives is None:
             raise SchemaError("training.negatives", f"missing; expected how many negatives {self.loss} draws")
         if self.loss not in CANDIDATE_LOSSES and self.training.negatives is not None:

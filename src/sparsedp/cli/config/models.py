@@ -22,6 +22,7 @@ from sparsedp.errors import ConfigError
 from sparsedp.models import DLRM, PCTR, DPFormer, DualEncoder, FeatureDualEncoder, RecurrentRecommender
 
 K = TypeVar("K", bound="ModelKind")
+_HEADS, _BUCKETS = 4, 100_000  # of a dual encoder's Transformer, and rows for the words of titles
 
 
 class ModelKind(ABC):
@@ -211,44 +212,53 @@ class DualModel(ModelKind):
     hidden: list[Count] = field(default_factory=lambda: [128])
     tied: bool = False
     context: Literal["bag", "transformer"] = "bag"
-    blocks: Count = 1
-    heads: Count = 4
+    blocks: Count | None = None
+    heads: Count | None = None
     features: list[Literal["items", "unigrams", "bigrams"]] = field(default_factory=lambda: ["items"])
-    buckets: Count = 100_000
+    buckets: Count | None = None
     freeze_tables: bool = False
 
+    @property
+    def title_features(self) -> list[str]:
+        return [name for name in self.features if name != "items"]
+
     def __post_init__(self) -> None:
+        for key in ("blocks", "heads"):
+            if self.context == "bag" and getattr(self, key) is not None:
+                raise SchemaError(key, "is for model.context: transformer; for a bag leave it out")
+        if self.buckets is not None and not self.title_features:
+            raise SchemaError("buckets", "unigrams and bigrams are hashed to them, and features have neither")
         if not self.features or len(set(self.features)) < len(self.features):
             raise SchemaError("features", f"expected at least one feature, and none twice; got {self.features}")
         if self.tied and "items" not in self.features:
             raise SchemaError("tied", "the label's table is tied to the context's items, and features have none")
-        if self.context == "transformer" and self.dim % self.heads:
-            raise SchemaError("heads", f"expected a divisor of model.dim, {self.dim}; got {self.heads}")
+        if self.context == "transformer" and self.dim % (self.heads or _HEADS):
+            raise SchemaError("heads", f"expected a divisor of model.dim, {self.dim}; got {self.heads or _HEADS}")
 
     def make(self, training: Any, code: Code) -> nn.Module:
         if not hasattr(training, "items"):
             raise ConfigError("model.kind: dual needs timelines; this data set has no attribute items")
         if self.context == "bag" and self.features == ["items"]:
             return DualEncoder(training.items, dim=self.dim, hidden=self.hidden, tied=self.tied)
-        of_titles = [name for name in self.features if name != "items"]
+        of_titles, buckets = self.title_features, self.buckets or _BUCKETS
         words: Any = getattr(training, "words", None)
         if of_titles and words is None:
             raise ConfigError(
                 f"model.features: {', '.join(of_titles)} are of titles, and these data have none. Name a file: data.titles"
             )
-        rows: dict[str, Tensor] = {name: torch.from_numpy(title_rows(words, name, self.buckets)) for name in of_titles}
+        rows: dict[str, Tensor] = {name: torch.from_numpy(title_rows(words, name, buckets)) for name in of_titles}
         return FeatureDualEncoder(
             training.items,
             rows,
-            self.buckets,
+            buckets,
             training.length,
             dim=self.dim,
             hidden=self.hidden,
             tied=self.tied,
             use_items="items" in self.features,
             context=self.context,
-            blocks=self.blocks,
-            heads=self.heads,
+            blocks=self.blocks or 1,
+            heads=self.heads or _HEADS,
         )
 
 
