@@ -355,16 +355,18 @@ def _add_rows(
             position = order[begin[r]] - first
             scale = factor[position]
             at = (source[position] if len(source) else position) * stride
+            value = grad[at : at + width]  # a slice, or each access would test for an index from the end
             for j in range(width):
-                row[j] += scale * grad[at + j]
+                row[j] += scale * value[j]
             continue
         total[:] = 0.0
         for k in range(begin[r], begin[r + 1]):
             position = order[k] - first
             scale = np.float64(factor[position])
             at = (source[position] if len(source) else position) * stride
+            value = grad[at : at + width]
             for j in range(width):
-                total[j] += scale * grad[at + j]
+                total[j] += scale * value[j]
         for j in range(width):
             row[j] += total[j]
 
