@@ -143,8 +143,8 @@ class TouchedRows:
         if slots is None and self._used is None:
             return LookupNorms(list(self.lookups), every, every)
         chosen = torch.zeros_like(self.rows) if slots is None else slots
-        kept = loops.in_slots(chosen, self.begin, self.order, self._count)
-        return LookupNorms(list(self.lookups), every, every.masked_fill(~kept.view_as(every), 0))
+        selected = loops.in_slots(every.view(-1), chosen, self.begin, self.order).view_as(every)
+        return LookupNorms(list(self.lookups), every, selected)
 
     def add_weighted_sums(self, outs: Mapping[str, Tensor], slots: Tensor | None, factors: Tensor) -> None:
         """Adds the sums over units of factor times gradient to `outs`, for some tables, on all cores.
