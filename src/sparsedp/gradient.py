@@ -47,7 +47,8 @@ class NoisyGradient:
                 self.values[name], self._index[name] = _kept_buffer(dense, name, parameter), index
             elif name in rows and noise_on_rows:
                 self._selected[name] = index
-        alike: dict[tuple[torch.dtype, torch.device], dict[str, tuple[int, ...]]] = {}  # the shapes of their selected rows
+        # The shapes of the selected rows of tables that are alike.
+        alike: dict[tuple[torch.dtype, torch.device], dict[str, tuple[int, ...]]] = {}
         for name, numbers in rows.items():
             parameter = parameters[name]
             shapes = alike.setdefault((parameter.dtype, parameter.device), {})

@@ -95,9 +95,7 @@ def test_in_slots(path: str) -> None:
     rows, begin, order = loops.group(ids[used])
     slots = torch.tensor([0, -1, 3, -1, 1])
     values = torch.randn(40, dtype=torch.float64, generator=generator())
-    expected = [
-        value if row > 0 and slots[row - 1] >= 0 else 0.0 for row, value in zip(ids.tolist(), values.tolist())
-    ]
+    expected = [value if row > 0 and slots[row - 1] >= 0 else 0.0 for row, value in zip(ids.tolist(), values.tolist())]
     assert rows.tolist() == [1, 2, 3, 4, 5] and loops.in_slots(values, slots, begin, used[order]).tolist() == expected
     nan = torch.full((3,), torch.nan)  # of rows without a slot, it must not stay
     none = torch.empty(0, dtype=torch.long)
