@@ -221,7 +221,7 @@ def _draw_blocks(
         start = block * _BLOCK
         # A stream is read from its beginning, and so gives the same rows whatever the end is.
         places = key.generator(block, 0).ones(min(_BLOCK, end - start), log_p)
-        skipped = int(np.searchsorted(places, first - start))
+        skipped = int(places.searchsorted(first - start))
         rows.append(start + places[skipped:])
         if marked:
             marks.append(key.generator(block, 1).random(len(places))[skipped:] + 2.0**-54)

@@ -115,7 +115,8 @@ class TouchedRows:
     @cached_property
     def _by_unit(self) -> _ByUnit:
         row = loops.numbered(self.begin)
-        unit = torch.cat([lookup.units for lookup in self.lookups.values()])[self.order]
+        units = [lookup.units for lookup in self.lookups.values()]
+        unit = (units[0] if len(units) == 1 else torch.cat(units))[self.order]
         if self._owners is not None:
             unit = self._owners[unit]
         if self._one_row_each:
