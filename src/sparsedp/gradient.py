@@ -98,7 +98,7 @@ class NoisyGradient:
                 self._hold(name, touched.of(name) if name in looked_up else None)
         kinds = {self.values[name].dtype for name in trained}
         if len(kinds) == 1:
-            weights = weights.to(*kinds)  # once, and not for each parameter
+            weights = weights.to(kinds.pop())  # once, and not for each parameter
         touched.add_weighted_sums(looked_up, slots, weights)
         for name, uses in trained.items():
             if name in looked_up:
