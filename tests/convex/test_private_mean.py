@@ -318,9 +318,9 @@ def test_recovery_is_noise_alone_where_there_is_nothing_to_recover() -> None:
 
 def test_an_unfinished_solve_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     solve = mean.least_l1
-    monkeypatch.setattr(mean, "least_l1", lambda *of, **how: solve(*of, **how, iterations=2))
+    monkeypatch.setattr(mean, "least_l1", lambda *of, **how: solve(*of, **how, rounds=1))
     with pytest.warns(SparseDPWarning, match="costs accuracy, not privacy"):
-        answer = ask(sparse_rows(), "l1_recovery", solver="admm")
+        answer = ask(sparse_rows(), "l1_recovery", solver="columns")
     assert answer.recovery is not None and not answer.recovery.finished and answer.statement.epsilon <= 1
 
 
@@ -441,7 +441,7 @@ def test_no_rows(method: str) -> None:
         {"rows": 0},
         {"rows": 2.5},
         {"measurements": 5},  # of another method
-        {"solver": "admm"},
+        {"solver": "columns"},
         {"method": "l1_recovery", "delta": 0},
         {"method": "l1_recovery", "measurements": 0},
         {"method": "l1_recovery", "solver": "simplex"},

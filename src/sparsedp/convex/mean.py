@@ -19,7 +19,8 @@ from sparsedp.accounting.events import require_count, require_number
 from sparsedp.convex.choice import Noise, Sizes, choose
 from sparsedp.convex.feasible import L1Ball
 from sparsedp.convex.projections import project
-from sparsedp.convex.recovery import GaussianMatrix, least_l1, measurements_for, needs_no_recovery
+from sparsedp.convex.least_l1 import least_l1
+from sparsedp.convex.recovery import GaussianMatrix, measurements_for, needs_no_recovery
 from sparsedp.convex.release import (
     Calibration,
     FixedPoint,
@@ -36,7 +37,7 @@ from sparsedp.noise import RandomKey
 from sparsedp.plan import require_delta
 
 Method = Literal["gaussian", "laplace", "projection", "l1_recovery", "auto"]
-Solver = Literal["highs", "admm"]
+Solver = Literal["highs", "columns"]
 _MATRIX, _NOISE = 1, 2  # where the public matrix and the secret noise branch off the key
 _COUNT_RATIO = 4.0  # the number of rows has this many times the noise of the sum, over their sensitivities
 _COUNT_SHARE = 1 / 16  # of a pure budget, that the number of rows takes
@@ -102,7 +103,7 @@ def private_mean(
     rows: with "add_remove", the number that the sum is divided by, where that is public. By default it is the number of rows,
         released with noise for a part of the budget.
     calibration: "analytic", or "paper" for the printed constants, for epsilon <= 1 and a public number of rows.
-    measurements, measurement_clip, solver: of "l1_recovery": m; the bound on |A z| over L; "highs" or "admm".
+    measurements, measurement_clip, solver: of "l1_recovery": m; the bound on |A z| over L; "highs" or "columns".
     seed, noise_multiplier: for tests alone. Noise from a seed is known; noise_multiplier=0, with a seed, is none. The statement
         says that such a mean is not private.
     """
