@@ -10,6 +10,7 @@ import scipy.linalg
 
 _STEPS = 100  # it takes 15 or so
 _SMALLEST = 1e-9  # beyond it factors are of rounding
+_MISSING = 1e-7  # in the equations at the end, before it is added
 _TO_BORDER = 0.99  # how much of the way to where something becomes zero a step goes
 
 
@@ -29,10 +30,8 @@ def interior_point(A: np.ndarray, target: np.ndarray, tolerance: float) -> tuple
         priced = A.T @ y
         off = np.concatenate([1 - priced, 1 + priced]) - slack
         norm, products = float(x.sum()), x * slack
-        if (
-            abs(norm - float(target @ y)) <= max(tolerance, _SMALLEST) * norm
-            and max(np.abs(missing).max(), np.abs(off).max()) < _SMALLEST
-        ):
+        near = abs(norm - float(target @ y)) <= max(tolerance, _SMALLEST) * norm
+        if near and max(np.abs(missing).max(), np.abs(off).max()) <= _MISSING:
             break
         try:
             newton = _Newton(A, x, slack, missing, off)

@@ -35,9 +35,9 @@ class Solved:
 
 
 def least_l1(
-    matrix: GaussianMatrix, target: np.ndarray, *, solver: str | None = None, tolerance: float = 1e-6, rounds: int = 50
+    matrix: GaussianMatrix, target: np.ndarray, *, solver: str | None = None, tolerance: float = 1e-5, rounds: int = 50
 ) -> Solved:
-    """argmin |z|_1 subject to A z = b: by HiGHS where A is small, by generating columns until the gap is `tolerance` elsewhere."""
+    """argmin |z|_1 subject to A z = b: by HiGHS where A is small, elsewhere by columns, until the gap is `tolerance`."""
     size = float(np.abs(target).max())
     if size == 0:
         return Solved(np.zeros(matrix.shape[1]), "none", 0, 0.0, True)
