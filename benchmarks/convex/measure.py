@@ -36,6 +36,7 @@ def bench_convex(
             quantity: {"with delta": crossing(base, quantity, False), "pure": crossing(base, quantity, True)}
             for quantity in QUANTITIES
         }
+    if "risk" in parts:
         result["optimisation"] = measure_optimisation(classification, sizes, repeats)
         result["risk_exponents"] = find_risk_exponents(result["optimisation"])
     if "truncation" in parts:

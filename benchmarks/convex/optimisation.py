@@ -22,7 +22,7 @@ RISK_EXPONENTS = {"rows": (-0.5, -1.0), "columns": (0.0, 0.5)}  # of the poster'
 class Classification:
     """Rows of norm 1 with s non-zeros, half of them in s columns that decide, and labels by a model of norm `radius`."""
 
-    rows: int = 4_000
+    rows: int = 2_000
     columns: int = 10_000
     sparsity: int = 8
     epsilon: float = 2.0

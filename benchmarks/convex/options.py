@@ -17,24 +17,24 @@ from benchmarks.convex.speed import sentence
 from benchmarks.convex.truncation import Bags
 from benchmarks.speed.console import make_table, positive, prepare_output
 
-PARTS = ("speed", "recovery", "rates", "truncation")
+PARTS = ("speed", "recovery", "rates", "risk", "truncation")
 FULL: dict[str, Any] = {
     "speed": Problem(rows=100_000, columns=1_000_000, sparsity=40),
     "recovery": [
         Problem(rows=100, columns=5_000, sparsity=4),
         Problem(rows=200, columns=20_000, sparsity=4),
-        Problem(rows=400, columns=100_000, sparsity=4),
-        Problem(rows=400, columns=1_000_000, sparsity=4),
+        Problem(rows=300, columns=100_000, sparsity=4),
+        Problem(rows=200, columns=1_000_000, sparsity=4),
     ],
     "base": Problem(),
     "values": {
-        "rows": (300, 700, 1_500, 3_000, 7_000, 15_000, 30_000),
-        "columns": (3_000, 10_000, 20_000, 50_000, 100_000, 200_000, 300_000),
-        "sparsity": (1, 4, 16, 64, 256),
-        "epsilon": (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
+        "rows": (200, 400, 800, 1_500, 2_500, 5_000, 10_000),
+        "columns": (1_000, 3_000, 10_000, 20_000, 30_000, 50_000, 100_000),
+        "sparsity": (1, 3, 8, 24, 64),
+        "epsilon": (0.2, 0.4, 0.8, 1.5, 2.5, 5.0, 10.0),
     },
     "classification": Classification(),
-    "sizes": {"rows": (1_000, 2_000, 4_000, 8_000, 16_000), "columns": (1_000, 3_000, 10_000, 30_000)},
+    "sizes": {"rows": (500, 1_000, 2_000, 4_000, 8_000), "columns": (1_000, 3_000, 10_000, 30_000)},
     "bags": [
         Bags(),
         Bags(rows=5_000, columns=200_000, batch=250, epsilon=0.5),
@@ -59,8 +59,8 @@ QUICK: dict[str, Any] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Private means of sparse rows: time and memory of the projection (speed), the reach of l1 recovery (recovery), how "
-        "errors and excess risks grow with the sizes, as fitted exponents beside the paper's (rates), and when a truncated "
-        "gradient is better than a whole one (truncation)."
+        "errors and excess risks grow with the sizes, as fitted exponents beside the paper's (rates, risk), and when a "
+        "truncated gradient is better than a whole one (truncation)."
     )
     parser.add_argument("--part", choices=PARTS, action="append", help="one of them (default: all); may be repeated")
     parser.add_argument("--repeats", type=positive, metavar="N", help="runs of each (default: 3; 2 with --quick)")

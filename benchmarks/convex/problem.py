@@ -24,9 +24,9 @@ KINDS: dict[Kind, str] = {
 class Problem:
     """Rows of norm 1 with `sparsity` non-zeros at most, and a budget."""
 
-    rows: int = 3_000
-    columns: int = 100_000
-    sparsity: int = 16
+    rows: int = 1_000
+    columns: int = 30_000
+    sparsity: int = 8
     epsilon: float = 1.0
     delta: float = 1e-6
     kind: Kind = "repeated"

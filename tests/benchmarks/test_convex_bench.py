@@ -17,7 +17,7 @@ from sparsedp.convex.release import gaussian_multiplier
 
 def test_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["--quick", "--repeats", "1", "--json", str(tmp_path / "r.json"), "--plots", str(tmp_path)]
-    assert main(["convex", "--part", "recovery", "--part", "rates", *asked]) == 0
+    assert main(["convex", "--part", "recovery", "--part", "rates", "--part", "risk", *asked]) == 0
     printed = capsys.readouterr().out
     for title in ("l1 recovery", "Exponents of the error", "Exponents of the excess risk"):
         assert title in printed
