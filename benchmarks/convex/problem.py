@@ -57,10 +57,10 @@ class Problem:
         return (s * math.log(d / s) * logarithm) ** 0.25 / math.sqrt(noise), math.sqrt(d * logarithm) / noise
 
     def lower_rate(self, pure: bool) -> float:
-        """The poster's lower bound for the worst rows, without its constant (Table 1)."""
+        """The poster's lower bound for the worst rows, without its constant (Table 1). Logarithms are 1 at least."""
         s, d, noise = self.sparsity, self.columns, self.epsilon * self.rows
         if pure:
-            return min(1.0, math.sqrt(s * max(0.0, math.log(d / noise)) / noise), math.sqrt(s * d) / noise)
+            return min(1.0, math.sqrt(s * max(1.0, math.log(d / noise)) / noise), math.sqrt(s * d) / noise)
         logarithm = math.log(1 / self.delta)
         return min(1.0, (s * logarithm) ** 0.25 / math.sqrt(noise), math.sqrt(d * logarithm) / noise)
 
