@@ -86,6 +86,8 @@ def risk_plot(result: Mapping[str, Any]) -> Figure:
         for rate, style, name in (("sparse_rate", "--", "sparse"), ("dense_rate", ":", "dense")):
             label = f"the paper's {name} rate (its constant is open: 1 here)"
             panel.loglog(at, [row[rate] for row in rows], style, color="0.35", linewidth=1, label=label)
+        panel.set_xticks(at, labels=[f"{value:,}" for value in at])
+        panel.set_xticks([], minor=True)
         panel.set_xlabel(QUANTITIES[quantity], fontsize=8)
     _label(figure, panels, None, "excess risk")
     return figure
