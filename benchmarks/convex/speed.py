@@ -7,6 +7,7 @@ import resource
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 from benchmarks.convex.problem import Problem
@@ -49,8 +50,7 @@ def measure_speed(problem: Problem, repeats: int) -> list[dict[str, Any]]:
 
 
 def _spread(numbers: list[float]) -> dict[str, float]:
-    numbers = sorted(numbers)
-    return {"best": numbers[0], "median": numbers[len(numbers) // 2], "largest": numbers[-1]}
+    return {"best": min(numbers), "median": median(numbers), "largest": max(numbers)}
 
 
 def sentence(row: dict[str, Any]) -> str:
