@@ -11,6 +11,7 @@ from rich.console import Console
 
 from benchmarks.compare import options as compare
 from benchmarks.convex import options as convex
+from benchmarks.floating import options as floating
 from benchmarks.speed import all_parts
 from benchmarks.speed.console import prepare_output
 from benchmarks.speed.parts import PARTS, options_of, plots_of
@@ -39,6 +40,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     convex.add_arguments(means)
     means.set_defaults(run=convex.run)
+    lattice = commands.add_parser(
+        "floating", help="attacks on floating-point noise: can bit patterns tell rows with a gradient from others?"
+    )
+    floating.add_arguments(lattice)
+    lattice.set_defaults(run=floating.run)
     for name, summary in PARTS.items():
         part = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         options_of(name).add_arguments(part)
