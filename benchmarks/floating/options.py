@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Guesses from the bit patterns of weights, momenta and Adagrad's sums which rows of a table had a gradient of a "
         "thousandth of C: with releases as they are, and, as a control, with noise that is not rounded to a grid."
     )
-    parser.epilog = "Takes about 20 minutes; 3 with --quick. The exit code is 1 if something is above chance."
+    parser.epilog = "Takes about 5 minutes; 2 with --quick. The exit code is 1 if something is above chance."
     parser.add_argument(
         "--steps", type=positive, action="append", metavar="N", help="(default: 1, 10, 100); may be repeated"
     )

@@ -297,6 +297,28 @@ def move_row_pairs(
     other[rows] = round_to(vw * w + vv * v + for_other * z + alone * rest, grids[1]).to(other)
 
 
+def move_rows_by_noise(
+    key: RandomKey, table: torch.Tensor, rows: torch.Tensor, factor: float, std: float, grid: float, shift: torch.Tensor,
+    first: int = 0,
+) -> None:  # fmt: skip
+    """table[rows] = factor table[rows] + std (z + shift), rounded to multiples of `grid` out of exact numbers, in place.
+
+    z is what `row_normals` draws for the rows `first` + rows, but for rounding; `shift` is (n, ...).
+    """
+    if not _in_place(table):
+        wide = factor * table[rows].double() + std * (_wide_normals(key, rows + first, table) + shift.double())
+        table[rows] = round_to(wide, grid).to(table)
+        return
+    moved = table[rows].reshape(len(rows), -1)
+    drift, deviation = np.zeros((4, len(rows))), np.zeros((3, len(rows)))
+    drift[0], deviation[0] = factor, std
+    row_noise.move_pairs(
+        moved.numpy(), np.zeros_like(moved.numpy()), np.arange(len(rows)), drift, deviation,
+        shift.reshape(len(rows), -1).numpy(), (grid, 0.0), (key.stream(), key.stream()), rows.numpy() + first,
+    )  # fmt: skip
+    table[rows] = moved.view(len(rows), *table.shape[1:])
+
+
 def _wide_normals(key: RandomKey, rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """What `row_normals` draws for a table of at least float32, in float64."""
     return row_normals(key, rows, table[:0].to(_drawn_dtype(table))).double()

@@ -1,7 +1,10 @@
-"""What a trained model gives away, measured: exposure of canaries, and lower bounds on epsilon from scores."""
+"""What a trained model gives away, measured: exposure, lower bounds on epsilon from scores, neighbour replay."""
 
 from sparsedp.audit.bounds import epsilon_lower_bound
 from sparsedp.audit.exposures import ReferenceFit, exposure, fit_references
 from sparsedp.audit.one_run import one_run_p_value
+from sparsedp.audit.replays import Replay, UnitReplay, replay
 
-__all__ = ["ReferenceFit", "epsilon_lower_bound", "exposure", "fit_references", "one_run_p_value"]
+__all__ = [
+    "ReferenceFit", "Replay", "UnitReplay", "epsilon_lower_bound", "exposure", "fit_references", "one_run_p_value", "replay",
+]  # fmt: skip
