@@ -1,10 +1,23 @@
 """What a trained model gives away, measured: exposure, lower bounds on epsilon from scores, neighbour replay."""
 
 from sparsedp.audit.bounds import epsilon_lower_bound
+from sparsedp.audit.canaries import CanaryPlan, MakesCanaries, make_canaries
 from sparsedp.audit.exposures import ReferenceFit, exposure, fit_references
+from sparsedp.audit.inserted import WithCanaries
 from sparsedp.audit.one_run import one_run_p_value
 from sparsedp.audit.replays import Replay, UnitReplay, replay
 
 __all__ = [
-    "ReferenceFit", "Replay", "UnitReplay", "epsilon_lower_bound", "exposure", "fit_references", "one_run_p_value", "replay",
-]  # fmt: skip
+    "CanaryPlan",
+    "MakesCanaries",
+    "ReferenceFit",
+    "Replay",
+    "UnitReplay",
+    "WithCanaries",
+    "epsilon_lower_bound",
+    "exposure",
+    "fit_references",
+    "make_canaries",
+    "one_run_p_value",
+    "replay",
+]
