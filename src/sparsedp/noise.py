@@ -301,22 +301,23 @@ def move_rows_by_noise(
     key: RandomKey, table: torch.Tensor, rows: torch.Tensor, factor: float, std: float, grid: float, shift: torch.Tensor,
     first: int = 0,
 ) -> None:  # fmt: skip
-    """table[rows] = factor table[rows] + std (z + shift), rounded to multiples of `grid` out of exact numbers, in place.
+    """table[rows] = factor table[rows] + std (z + shift), rounded as `add_row_normals` rounds, out of exact numbers.
 
-    z is what `row_normals` draws for the rows `first` + rows, but for rounding; `shift` is (n, ...).
+    z are normals of the rows `first` + rows; `shift` is (n, ...). Rounded otherwise, by the same grid, these rows would show:
+    ties between the table's numbers and the grid's fall in another way.
     """
-    if not _in_place(table):
-        wide = factor * table[rows].double() + std * (_wide_normals(key, rows + first, table) + shift.double())
-        table[rows] = round_to(wide, grid).to(table)
-        return
-    moved = table[rows].reshape(len(rows), -1)
+    wide = table[rows].double().reshape(len(rows), -1).cpu()
     drift, deviation = np.zeros((4, len(rows))), np.zeros((3, len(rows)))
     drift[0], deviation[0] = factor, std
     row_noise.move_pairs(
-        moved.numpy(), np.zeros_like(moved.numpy()), np.arange(len(rows)), drift, deviation,
-        shift.reshape(len(rows), -1).numpy(), (grid, 0.0), (key.stream(), key.stream()), rows.numpy() + first,
+        wide.numpy(), np.zeros(wide.shape), np.arange(len(rows)), drift, deviation,
+        shift.double().reshape(len(rows), -1).cpu().numpy(), (0.0, 0.0), (key.stream(), key.stream()), rows.cpu().numpy() + first,
     )  # fmt: skip
-    table[rows] = moved.view(len(rows), *table.shape[1:])
+    steps = (wide / grid).view(len(rows), *table.shape[1:])
+    if _in_place(table):
+        table[rows] = steps.to(table.dtype).round() * grid
+    else:
+        table[rows] = (steps.round() * grid).to(table)
 
 
 def _wide_normals(key: RandomKey, rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
