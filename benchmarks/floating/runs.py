@@ -60,7 +60,7 @@ class Setting:
     rate: float = 0.1
     zeros: bool = True
     only_last: bool = False
-    rows: int = 8000
+    rows: int = 4000
     dim: int = 16
     seed: int = 0
 
