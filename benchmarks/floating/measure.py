@@ -16,10 +16,12 @@ STARTS = (0.1, True), (0.03, False)
 SIGNIFICANCE = 0.001
 
 
-def settings_of(steps: Sequence[int], dtypes: Sequence[str], rows: int) -> list[Setting]:
+def settings_of(
+    steps: Sequence[int], dtypes: Sequence[str], rows: int, pairs: Sequence[tuple[str, str]] = PAIRS
+) -> list[Setting]:
     """Both starts; and lazily trained rows that are touched in the last step alone, after a checkpoint."""
     settings = []
-    for pair, dtype, count in itertools.product(PAIRS, dtypes, steps):
+    for pair, dtype, count in itertools.product(pairs, dtypes, steps):
         for number, (rate, zeros) in enumerate(STARTS):
             settings.append(Setting(*pair, count, dtype, rate, zeros, rows=rows, seed=number))
             if pair[0].startswith("lazydp") and count > 1:
@@ -27,21 +29,21 @@ def settings_of(steps: Sequence[int], dtypes: Sequence[str], rows: int) -> list[
     return settings
 
 
-def control_settings(rows: int) -> list[Setting]:
+def control_settings(rows: int, pairs: Sequence[tuple[str, str]] = PAIRS) -> list[Setting]:
     """One step of rows that begin with zeros, where noise shows best. Pairs of LazyDP are rounded once and have no holes."""
     return [
         Setting(*pair, dtype=dtype, rows=rows)
-        for pair, dtype in itertools.product(PAIRS, ("float32", "float64"))
+        for pair, dtype in itertools.product(pairs, ("float32", "float64"))
         if pair != ("lazydp", "momentum")
     ]
 
 
 def bench_floating(
     steps: Sequence[int] = (1, 10, 100), dtypes: Sequence[str] = ("float32", "float64"), rows: int = 4000,
-    advance: Callable[[int, int], None] = lambda done, total: None,
+    pairs: Sequence[tuple[str, str]] = PAIRS, advance: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, Any]:  # fmt: skip
     """{"outcomes": of releases as they are, "control": of noise without a grid, "leaks": outcomes above chance}."""
-    settings, controls = settings_of(steps, dtypes, rows), control_settings(rows)
+    settings, controls = settings_of(steps, dtypes, rows, pairs), control_settings(rows, pairs)
     total, outcomes, control = len(settings) + len(controls), [], []
     for done, setting in enumerate(settings):
         advance(done, total)

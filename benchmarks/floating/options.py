@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--steps", type=positive, action="append", metavar="N", help="(default: 1, 10, 100); may be repeated"
     )
+    parser.add_argument("--mechanism", choices=sorted({pair[0] for pair in PAIRS}), help="one of them (default: all)")
     parser.add_argument("--rows", type=positive, default=4000, metavar="N", help="rows of each table (default: 4000)")
     parser.add_argument("--quick", action="store_true", help="1 and 10 steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all outcomes as JSON")
@@ -41,10 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     prepare_output(args)
     steps = args.steps or ([1, 10] if args.quick else [1, 10, 100])
+    pairs = [pair for pair in PAIRS if args.mechanism in (None, pair[0])]
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("runs", total=None)
         result = bench_floating(
-            steps, rows=args.rows, advance=lambda done, total: bar.update(task, completed=done, total=total)
+            steps,
+            rows=args.rows,
+            pairs=pairs,
+            advance=lambda done, total: bar.update(task, completed=done, total=total),
         )
     if args.json is not None:
         args.json.write_text(json.dumps(result, indent=2) + "\n")
