@@ -127,7 +127,6 @@ def _configured(args: argparse.Namespace) -> tuple[nn.Module, Any, dict[str, Any
     options: dict[str, Any] = {
         "loss": config.make_loss(), "loss_reduction": config.privacy.loss_reduction,
         "max_grad_norm": config.privacy.max_grad_norm, "take": getattr(data.training, "take", None),
-        "replace_recurrent": getattr(config.privacy, "replace_recurrent", False),
     }  # fmt: skip
     if config.privacy.unit == "user":
         options["users"] = data.training.users[:count]
