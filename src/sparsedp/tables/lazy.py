@@ -419,7 +419,12 @@ class LazyOwner(Owner):
                     assert claimed is not None and len(claimed[0]) == len(chosen), "rows must be settled before a step"
                     key, shift = self._key().child(_TOUCHED, table.index, now), values[together] / self._std
                     std, start = self._std * step.gw, table.owned.start
-                    move_rows_by_noise(key, weight, chosen, step.ww, std, grid, shift, start)
+                    on_all_cores(
+                        lambda part: move_rows_by_noise(
+                            key, weight, chosen[part], step.ww, std, grid, shift[part], start
+                        ),
+                        split(len(chosen), table.width // _SHARED),
+                    )
                 rows, values = rows[~together], values[~together]
         pulled = group.coefficients.pull_back()
         assert pulled is not None  # `begin` refuses it
