@@ -6,12 +6,14 @@ from sparsedp.audit.exposures import ReferenceFit, exposure, fit_references
 from sparsedp.audit.inserted import WithCanaries
 from sparsedp.audit.one_run import one_run_p_value
 from sparsedp.audit.replays import Replay, UnitReplay, replay
+from sparsedp.audit.secret_sharer import SecretSharer, secret_sharer
 
 __all__ = [
     "CanaryPlan",
     "MakesCanaries",
     "ReferenceFit",
     "Replay",
+    "SecretSharer",
     "UnitReplay",
     "WithCanaries",
     "epsilon_lower_bound",
@@ -20,4 +22,5 @@ __all__ = [
     "make_canaries",
     "one_run_p_value",
     "replay",
+    "secret_sharer",
 ]

@@ -9,11 +9,12 @@ import importlib
 AUDITS: dict[str, str] = {
     "membership": "sparsedp.cli.commands.audit.membership",
     "replay": "sparsedp.cli.commands.audit.replay",
+    "secret-sharer": "sparsedp.cli.commands.audit.secret_sharer",
 }
 
 EPILOG = """examples:
-  sparsedp audit --help          the audits that there are
-  sparsedp audit AUDIT --help    what an audit does, and its options
+  sparsedp audit secret-sharer sequences --owner one    how much a model remembers of what is inserted into its data
+  sparsedp audit AUDIT --help                           what an audit does, and its options
 
 An audit trains with canaries, examples that nobody is behind: its models are for the audit, not for use.
 """
