@@ -7,6 +7,8 @@ import importlib
 
 # Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the audit's description.
 AUDITS: dict[str, str] = {
+    "membership": "sparsedp.cli.commands.audit.membership",
+    "replay": "sparsedp.cli.commands.audit.replay",
     "secret-sharer": "sparsedp.cli.commands.audit.secret_sharer",
 }
 
