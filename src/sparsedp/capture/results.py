@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from sparsedp.capture.constants_by_place import by_place_refused, is_same_in, require_same_for_all
 from sparsedp.capture.expressions import Expression, TableRows, is_repeated, is_shared_along, joined_origin
 from sparsedp.capture.following import follow
 from sparsedp.capture.forward_pass import ForwardPass
@@ -17,14 +18,14 @@ from sparsedp.capture.history import HiddenHistory
 from sparsedp.capture.names import all_tensors, operands_of
 from sparsedp.capture.ops.elementwise import POINTWISE
 from sparsedp.capture.ops.lookups import OTHER_ORDER, moved_ids, public_ids
-from sparsedp.capture.ops.registry import Call
+from sparsedp.capture.ops.registry import Call, plain_name
 from sparsedp.capture.ops.shape import SHAPE_ONLY
 from sparsedp.capture.owned_rows import follow_rows, rows_made
 from sparsedp.capture.places import Origins
 from sparsedp.capture.tape import Tape
 from sparsedp.capture.tensors import CONSTANT, DRAWN, DRAWN_ALIKE, SHARED, Derived, KnownTensors
 from sparsedp.capture.unit_memory import UnitMemory
-from sparsedp.capture.units import Info, UnitData, WholeBatch
+from sparsedp.capture.units import Info, UnitAxis, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
 
 
@@ -99,6 +100,8 @@ class Results:
         made = rows_made(name, args, kwargs, outputs, known.info, self._current.units)
         for number, tensor in enumerate(outputs):
             info = made[number] if made is not None else self.follow(name, args, kwargs, data, tensor)
+            if isinstance(info, UnitData) and info.axis is not None and torch.is_grad_enabled():
+                self._require_constants_alike(plain_name(name), args, kwargs, data, tensor, info.axis)
             known[tensor] = info
             if tensor.is_nested:
                 known.place_parts(tensor)
@@ -111,6 +114,32 @@ class Results:
         if not torch.is_grad_enabled():
             for tensor in outputs:
                 self._history.add(tensor)
+
+    def _require_constants_alike(
+        self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor, axis: UnitAxis
+    ) -> None:
+        """Constants that meet the units at `axis` of `out` are the same for all of them."""
+        known = self._known
+        constants = [
+            tensor
+            for tensor in operands_of(args, kwargs)
+            if tensor.numel() > 1 and known.get(tensor) in (None, CONSTANT) and tensor is not out
+        ]
+        if constants:
+            call = Call(name, args, kwargs, out, self._current.units, len(data))
+            require_same_for_all(call, axis, constants, self._current.where)
+
+    def require_written_alike(self, name: str, args: tuple, kwargs: dict, target: Tensor, info: Info) -> None:
+        """As for results, of constants that were written into an activation."""
+        if not isinstance(info, UnitData) or info.axis is None or not torch.is_grad_enabled():
+            return
+        if name == "setitem":
+            value, units = args[2], self._current.units
+            is_constant = isinstance(value, Tensor) and self._known.get(value) in (None, CONSTANT)
+            if is_constant and not is_same_in(target, args[1], value, info.axis, units):
+                raise by_place_refused(name, self._current.where)
+        else:
+            self._require_constants_alike(plain_name(name), args, kwargs, [target], target, info.axis)
 
     def follow(self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor) -> Info:
         """Where the units are in `out`, the result of an operation on the activations `data`."""

@@ -65,7 +65,9 @@ class Writes:
             return self._change_shape(name, func, args, kwargs, target, before)
         out = func(*args, **kwargs)
         if data:
-            after = self._known[target] = self._after(name, args, kwargs, target, before, data)
+            after = self._after(name, args, kwargs, target, before, data)
+            self._results.require_written_alike(name, args, kwargs, target, after)
+            self._known[target] = after
             if not _is_placed(after):
                 self._results.origins.note(target, name, data)
             if after != before or (not _is_placed(after) and not _writes_constants(name, target, data)):
