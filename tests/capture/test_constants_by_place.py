@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # torch imports it at the first draw, and frames that it keeps then would keep a graph
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sparsedp import UnitsMixedError
-from sparsedp.capture import Capture, constants_by_place, results
-from support import assert_exact, batch_of, capture_uses
+import sparsedp
+from neighbours import CLIP, largest_influence
+from sparsedp import UnitsMixedError, UnsupportedError
+from sparsedp.capture import Capture
+from sparsedp.clipping import Clipping
+from sparsedp.nn import sequence_loss
+from support import assert_exact, batch_of, capture_uses, loader_of, make_private
 
 N, D = 6, 3
 
@@ -23,8 +28,11 @@ class ByPlace(nn.Module):
     def __init__(self, forward: Forward) -> None:
         super().__init__()
         self.a, self.b, self.wide = nn.Linear(D, D), nn.Linear(D, 1), nn.Linear(D + 1, 1)
+        self.scale, self.bag = nn.Parameter(torch.rand(D)), nn.EmbeddingBag(8, D, mode="sum")
         self.frozen = nn.Embedding(20, D).requires_grad_(False)
-        self.register_buffer("buffer", torch.rand(20, D))
+        self.frozen_bag = nn.EmbeddingBag(8, D, mode="sum").requires_grad_(False)
+        self.frozen_weight = nn.Parameter(torch.rand(20, D), requires_grad=False)
+        self.register_buffer("buffer", torch.rand(20, D) * torch.arange(20)[:, None])
         self._forward = forward
 
     def forward(self, x: Tensor) -> Tensor:
@@ -32,28 +40,82 @@ class ByPlace(nn.Module):
 
 
 def places(x: Tensor) -> Tensor:
-    return torch.arange(len(x)).float()[:, None]
+    return torch.arange(len(x)).to(x)[:, None]
 
 
 def even(x: Tensor) -> Tensor:
     return torch.arange(len(x))[:, None] % 2 == 0
 
 
-def written(m: Any, x: Tensor) -> Tensor:
-    h = m.a(x) * 1
-    h[:, 0] = torch.arange(len(x)).float()
-    return m.b(h)
+def columns(x: Tensor) -> Tensor:
+    return torch.arange(len(x)) % D
 
 
-def in_place(m: Any, x: Tensor) -> Tensor:
-    h = m.a(x) * 1
-    h *= places(x)
-    return m.b(h)
+def ids_of(x: Tensor) -> Tensor:
+    return (x > 0).long()
+
+
+def changed(change: Callable[[Tensor, Tensor], Any]) -> Forward:
+    """A forward pass in which `change(h, x)` changes activations in place."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x) * 1
+        change(h, x)
+        return m.b(h)
+
+    return forward
+
+
+def filled(make: Callable[[Tensor], Tensor], write: Callable[[Tensor, Tensor], Any]) -> Forward:
+    """A forward pass in which `write(constant, activations)` changes a constant in place."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        constant = make(x)
+        write(constant, m.a(x))
+        return m.b(constant)
+
+    return forward
 
 
 def attended(m: Any, x: Tensor) -> Tensor:
     q = m.a(x)[:, None].expand(-1, 4, -1)
-    return m.b(F.scaled_dot_product_attention(q, q * 1, q * 1, attn_mask=places(x)[:, :, None] * torch.arange(4)).sum(1))
+    mask = places(x)[:, :, None] * torch.arange(4)
+    return m.b(F.scaled_dot_product_attention(q, q * torch.rand(4, 1), q * torch.arange(4)[:, None], attn_mask=mask).sum(1))
+
+
+def attended_by_heads(m: Any, x: Tensor) -> Tensor:
+    q, eye = m.a(x)[:, None] * torch.arange(1.0, 5)[:, None], torch.eye(D)
+    mask = (places(x)[:, :, None] * torch.arange(4).to(x)).expand(-1, 4, -1)
+    out, _ = F.multi_head_attention_forward(
+        *[q.transpose(0, 1)] * 3, D, 1, torch.cat([m.a.weight] * 3), None, None, None, False, 0.0, eye.to(x), None, attn_mask=mask
+    )  # fmt: skip
+    return m.b(out.sum(0))
+
+
+def added(target: Tensor, values: Tensor) -> None:
+    target += values
+
+
+def put(target: Tensor, index: Any, value: Any) -> None:
+    target[index] = value
+
+
+def row_by_row(change: Callable[[int, Tensor], Tensor]) -> Forward:
+    return lambda m, x: m.b(m.a(torch.stack([change(number, row) for number, row in enumerate(x)])))
+
+
+def without_gradient(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = x * places(x)
+    return m.b(m.a(h))
+
+
+def written_through_a_part(part: Callable[[Tensor], Tensor], write: Callable[[Tensor], Any]) -> Forward:
+    return changed(lambda h, x: write(part(h)))
+
+
+def deeper(m: Any, x: Tensor) -> Tensor:
+    return m.a(x)[:, None] * torch.arange(1.0, 5).to(x)[:, None]  # (N, 4, D)
 
 
 BY_PLACE: dict[str, Forward] = {
@@ -61,76 +123,311 @@ BY_PLACE: dict[str, Forward] = {
     "on inputs": lambda m, x: m.b(m.a(x * places(x))),
     "from the right": lambda m, x: m.b(m.a(1.0 + places(x) - x)),
     "a buffer": lambda m, x: m.b(m.a(x) * m.buffer[: len(x)]),
-    "a frozen table": lambda m, x: m.b(m.a(x) + m.frozen(torch.arange(len(x)))),
-    "beside": lambda m, x: m.wide(torch.cat([m.a(x), places(x)], 1)),
-    "stacked": lambda m, x: m.b(torch.stack([m.a(x), m.buffer[: len(x)]], 1).sum(1)),
+    "a frozen parameter": lambda m, x: m.b(m.a(x) + 9 * m.frozen_weight[: len(x)].sin()).tanh(),
+    "a frozen table": lambda m, x: m.b(m.a(x) * m.frozen(torch.arange(len(x)))),
+    "another bias": lambda m, x: m.b(F.linear(x, m.a.weight, 9 * places(x) * torch.ones(D).to(x))).tanh(),
+    "a bias of frozen weights": lambda m, x: m.b(F.linear(m.a(x), torch.eye(D).to(x), places(x) * torch.ones(D).to(x))).tanh(),
+    "beside": lambda m, x: m.wide(torch.cat([m.a(x), 9 * places(x)], 1)),
+    "stacked": lambda m, x: m.b(torch.stack([m.a(x), m.buffer[: len(x)]], 1).prod(1)),
     "a mask": lambda m, x: m.b(m.a(x).masked_fill(even(x), 0.0)),
-    "where": lambda m, x: m.b(torch.where(even(x), m.a(x), torch.zeros(()))),
-    "in place": in_place,
-    "mul_": lambda m, x: m.b((m.a(x) * 1).mul_(places(x))),
-    "written": written,
-    "a product of matrices": lambda m, x: m.b(torch.bmm(m.a(x)[:, None], torch.eye(D) * places(x)[:, :, None])[:, 0]),
+    "where": lambda m, x: m.b(torch.where(even(x), m.a(x), torch.zeros(()).to(x))),
+    "where, with a parameter": lambda m, x: m.b(torch.where(even(x), m.a(x), m.scale)),
+    "lerp": lambda m, x: m.b(torch.lerp(m.a(x), m.scale, places(x) % 2)),
+    "maximum": lambda m, x: m.b(torch.maximum(m.a(x), places(x) - 2)),
+    "max of two": lambda m, x: m.b(torch.max(m.a(x), places(x) - 2)),
+    "clamp": lambda m, x: m.b(m.a(x).clamp(min=places(x) - 2)),
+    "prelu": lambda m, x: m.b(F.prelu(m.a(x).T, torch.arange(len(x)).to(x)).T),
+    "in place": changed(lambda h, x: h.__imul__(places(x))),
+    "mul_": changed(lambda h, x: h.mul_(places(x))),
+    "masked_fill_": changed(lambda h, x: h.masked_fill_(even(x), 0.0)),
+    "copy_": changed(lambda h, x: h[:, :2].copy_(9 * places(x).expand(-1, 2))),
+    "out": lambda m, x: m.b(m.a(torch.mul(x, places(x), out=torch.empty_like(x)))),
+    "written": changed(lambda h, x: put(h, (slice(None), 0), 9 * torch.arange(len(x)).to(x))),
+    "written to the first": changed(lambda h, x: put(h, 0, 0.0)),
+    "written to some": changed(lambda h, x: put(h, slice(None, None, 2), 0.0)),
+    "written to a part of some": changed(lambda h, x: put(h, (slice(3), slice(2)), 0.0)),
+    "written by numbers": changed(lambda h, x: put(h, torch.tensor([0, 2, 4]), 0.0)),
+    "written by a mask": changed(lambda h, x: put(h, even(x)[:, 0], 0.0)),
+    "written on a diagonal": changed(lambda h, x: put(h, (torch.arange(len(x)), columns(x)), 0.0)),
+    "written from units, on a diagonal": changed(lambda h, x: put(h, (torch.arange(len(x)), columns(x)), x[:, 0])),
+    "written where units say": changed(lambda h, x: put(h, (torch.arange(len(x)), ids_of(x)[:, 0]), 9 * places(x)[:, 0])),
+    "index_put": changed(lambda h, x: h.index_put_((torch.tensor([0, 2]),), torch.zeros(()).to(x))),
+    "index_put, accumulated": lambda m, x: m.b(
+        m.a(x).index_put((torch.arange(len(x)), columns(x)), torch.full((len(x),), 9.0).to(x), accumulate=True)
+    ).tanh(),
+    "scattered": lambda m, x: m.b(m.a(x).scatter(1, columns(x)[:, None], 0.0)),
+    "scattered to the first": lambda m, x: m.b(m.a(x).scatter(1, torch.tensor([[0, 1, 2]]), 0.0)),
+    "scattered values": lambda m, x: m.b(m.a(x).scatter(1, ids_of(x), 9 * m.buffer.to(x))).tanh(),
+    "index_add": lambda m, x: m.b(m.a(x).index_add(1, torch.tensor([0, 1]), 9 * places(x).expand(-1, 2))).tanh(),
+    "a part of some": written_through_a_part(lambda h: h[:3], lambda part: part.zero_()),
+    "a part of one": written_through_a_part(lambda h: h[0], lambda part: part.mul_(0)),
+    "a diagonal": written_through_a_part(lambda h: h.diagonal(), lambda part: part.fill_(0)),
+    "a part by constants": written_through_a_part(
+        lambda h: h.view(-1)[: len(h) * D].as_strided((len(h), 1), (D, 1), 1), lambda part: part.mul_(places(part))
+    ),
+    "into a constant": filled(lambda x: 9 * places(x).repeat(1, D), lambda c, h: put(c, (slice(None), slice(2)), h[:, :2])),
+    "added to a constant": filled(lambda x: places(x).repeat(1, D), added),
+    "times a constant, in place": filled(lambda x: places(x).repeat(1, D), lambda c, h: c.mul_(h)),
+    "a product of matrices": lambda m, x: m.b(torch.bmm(m.a(x)[:, None], torch.eye(D).to(x) * places(x)[:, :, None])[:, 0]),
+    "a product from the left": lambda m, x: m.b(((torch.eye(D).to(x) * places(x)[:, :, None]) @ m.a(x)[:, :, None])[..., 0]),
+    "baddbmm of a constant with itself": lambda m, x: m.b(
+        torch.baddbmm(m.a(x)[:, None], places(x)[:, :, None], places(x)[:, :, None].expand(-1, 1, D))[:, 0]
+    ).tanh(),
+    "baddbmm twice the same": lambda m, x: m.b(
+        torch.baddbmm(m.a(x)[:, None] * torch.ones(D, 1).to(x), *[torch.eye(D).to(x) * places(x)[:, :, None]] * 2).sum(1)
+    ).tanh(),
     "einsum": lambda m, x: m.b(torch.einsum("bi,bi->bi", m.a(x), m.buffer[: len(x)])),
+    "einsum with a parameter": lambda m, x: m.b(torch.einsum("bi,bi,i->bi", x, m.buffer[: len(x)], m.scale)),
     "gathered": lambda m, x: m.b(m.a(x).gather(1, (torch.arange(len(x))[:, None] + torch.arange(D)) % D)),
-    "columns": lambda m, x: m.a(x)[torch.arange(len(x)), torch.arange(len(x)) % D],
-    "addcmul": lambda m, x: m.b(torch.addcmul(m.a(x), m.buffer[: len(x)], torch.ones(()))),
+    "gathered from a constant": lambda m, x: m.b(m.a(x) * m.buffer[: len(x)].gather(1, ids_of(x))),
+    "take_along_dim": lambda m, x: m.b(torch.take_along_dim(m.a(x), (places(x).long() + torch.arange(D)) % D, 1)),
+    "columns": lambda m, x: m.a(x)[torch.arange(len(x)), columns(x)],
+    "columns of a list": lambda m, x: m.a(x)[torch.arange(len(x)), columns(x).tolist()],
+    "rows of a constant": lambda m, x: m.b(m.a(x) * m.buffer[: len(x)][torch.arange(len(x)), ids_of(x)[:, 0]][:, None]),
+    "a mask of one each": lambda m, x: m.a(x)[F.one_hot(columns(x), D).bool()],
+    "a constant by a mask of one each": lambda m, x: m.b(
+        m.a(x) * m.buffer[: len(x)][F.one_hot(x.argmax(1), D).bool()].reshape(-1, 1)
+    ),
+    "addcmul": lambda m, x: m.b(torch.addcmul(m.a(x), 9 * m.buffer[: len(x)], torch.ones(()).to(x))).tanh(),
+    "addmm": lambda m, x: m.b(torch.addmm(9 * m.buffer[: len(x)], x, m.a.weight)).tanh(),
+    "searchsorted": lambda m, x: m.b(m.a(x) * torch.searchsorted(places(x) + torch.tensor([-2.0, -1.0]).to(x), x.detach())),
     "transposed": lambda m, x: m.b((m.a(x).T * torch.arange(len(x))).T),
     "end to end": lambda m, x: m.b((m.a(x).reshape(-1) * torch.arange(len(x) * D)).reshape(-1, D)),
+    "positions end to end": lambda m, x: m.b(
+        (deeper(m, x).flatten(0, 1) * torch.arange(len(x) * 4)[:, None]).view(-1, 4, D)
+    ).sum(1),
+    "two batches": lambda m, x: m.b(torch.cat([m.a(x)] * 2) * places(torch.cat([x] * 2))).view(2, -1).sum(0),
     "a power": lambda m, x: m.b(m.a(x).abs() ** places(x)),
+    "compared": lambda m, x: m.b(m.a(x) * (x > places(x) - 2)),
     "numbers": lambda m, x: m.b(m.a(x) * torch.tensor([[float(i)] for i in range(len(x))])),
+    "one after the other": lambda m, x: m.b(m.a(x) * torch.cat([torch.full((1, 1), i) for i in range(len(x))])),
     "counted up": lambda m, x: m.b(m.a(x) * torch.ones(len(x), 1).cumsum(0)),
+    "broadcast": lambda m, x: m.b(m.a(x) * torch.broadcast_tensors(places(x), x)[0]),
     "not a number": lambda m, x: m.b(torch.nan_to_num(m.a(x) * torch.where(even(x), torch.nan, torch.ones(())))),
+    "infinite": lambda m, x: m.b((m.a(x) + torch.where(even(x), -torch.inf, torch.zeros(()))).sigmoid()),
+    "without gradient": without_gradient,
     "weights of a loss": lambda m, x: F.binary_cross_entropy_with_logits(
-        m.b(m.a(x)), torch.zeros(len(x), 1), weight=places(x), reduction="none"
+        m.b(m.a(x)), torch.zeros(len(x), 1).to(x), weight=places(x), reduction="none"
     ),
+    "weights of a summed loss": lambda m, x: F.binary_cross_entropy_with_logits(
+        m.b(m.a(x)), torch.zeros(len(x), 1).to(x), weight=places(x), reduction="sum"
+    ),
+    "targets": lambda m, x: F.mse_loss(m.b(m.a(x)), 9.0 * even(x).to(x) - 4, reduction="sum"),
+    "classes": lambda m, x: F.cross_entropy(m.a(x), columns(x), reduction="sum"),
+    "classes of a mean": lambda m, x: len(x) * F.cross_entropy(m.a(x), columns(x)),
+    "classes of positions": lambda m, x: F.cross_entropy(
+        deeper(m, x).transpose(1, 2), columns(x)[:, None].expand(-1, 4), reduction="sum"
+    ),
+    "likelihoods": lambda m, x: F.nll_loss(m.a(x).log_softmax(1), columns(x), reduction="sum"),
+    "distributions": lambda m, x: F.cross_entropy(m.a(x), F.one_hot(columns(x), D).to(x), reduction="sum"),
+    "classes of sequence_loss": lambda m, x: len(x) * sequence_loss(m.a(x), columns(x), ignore=-1),
     "a mask of attention": attended,
-}
+    "a mask of attention by heads": attended_by_heads,
+    "bags of weights": lambda m, x: m.b(m.a(x) * m.bag(ids_of(x), per_sample_weights=places(x).float().expand(-1, D))),
+    "frozen bags of weights": lambda m, x: m.b(
+        m.a(x) * m.frozen_bag(ids_of(x), per_sample_weights=places(x).float().expand(-1, D))
+    ),
+    "row by row": row_by_row(lambda number, row: row * number),
+    "row by row, constants": row_by_row(lambda number, row: row * torch.full((), float(number))),
+    "row by row, other columns": row_by_row(lambda number, row: row[number % D].expand(D)),
+    "row by row, other operations": row_by_row(lambda number, row: row if number % 2 else row.neg()),
+    "row by row, by number": lambda m, x: m.b(m.a(torch.stack([x[i].roll(i) for i in range(len(x))]))),
+    "row by row, of two tensors": lambda m, x: m.b(m.a(torch.stack([(x, -x)[i % 2][i] for i in range(len(x))]))),
+    "row by row, end to end": lambda m, x: m.b(m.a(torch.cat([x[i : i + 1] * i for i in range(len(x))]))),
+}  # fmt: skip
+
+# What is drawn, by a law that goes by the place.
+DRAWN_BY_PLACE: dict[str, Forward] = {
+    "times": lambda m, x: m.b(m.a(x) * (torch.rand(len(x), 1) * places(x))),
+    "chances": lambda m, x: m.b(m.a(x) * torch.bernoulli(torch.linspace(0, 1, len(x)))[:, None]),
+    "chances in place": lambda m, x: m.b(m.a(x) * torch.empty(len(x)).bernoulli_(torch.linspace(0, 1, len(x)))[:, None]),
+    "compared": lambda m, x: m.b(m.a(x) * (torch.rand(len(x), 1) < torch.linspace(0, 1, len(x))[:, None])),
+    "in place": lambda m, x: m.b(m.a(x) * torch.rand(len(x), 1).mul_(places(x))),
+    "moved": lambda m, x: m.b(m.a(x) * (torch.rand(1, len(x)) * places(x).T).transpose(0, 1).expand(-1, D)),
+    "end to end": lambda m, x: m.b(
+        (deeper(m, x).flatten(0, 1) * (torch.rand(len(x), 4) * places(x)).flatten()[:, None]).view(-1, 4, D)
+    ).sum(1),
+    "written": lambda m, x: m.b(m.a(x) * _with_first(torch.rand(len(x), 1))),
+    "a mean": lambda m, x: m.b(m.a(x) * torch.normal(places(x).float(), 1.0)),
+    "left out": lambda m, x: m.b(m.a(x) * F.dropout(places(x).float(), 0.5)),
+}  # fmt: skip
+
+
+def _with_first(drawn: Tensor) -> Tensor:
+    drawn[0] = 9.0
+    return drawn
+
+
+def loss_of(output: Tensor) -> Tensor:
+    return output if output.ndim == 0 else output.sin().sum() + output.square().sum() / 7
+
+
+def inputs() -> list[Tensor]:
+    return [2 * torch.randn(N, D)]
 
 
 @pytest.mark.parametrize("case", BY_PLACE)
 def test_refused(case: str) -> None:
-    with pytest.raises(UnitsMixedError, match="its place in the batch decides"):
-        capture_uses(ByPlace(BY_PLACE[case]), torch.randn(N, D))
+    with pytest.raises((UnitsMixedError, UnsupportedError)) as raised:
+        capture_uses(ByPlace(BY_PLACE[case]), inputs(), loss_of)
+    refusal = raised.value.refusal
+    if case == "without gradient":  # where it is refused is where a parameter meets what came of it
+        assert refusal is not None and "'mul'" in refusal.origin
+        return
+    assert "its place in the batch decides" in raised.value.message
+    assert refusal is not None and refusal.file == __file__ and refusal.line and refusal.operation
+
+
+def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    results, writes = "sparsedp.capture.results", "sparsedp.capture.writes"
+    for name, answer in (
+        ("meets_by_place", False), ("writes_alike", True), ("is_index_alike", True), ("is_part_alike", True),
+        ("are_joined_by_place", False),
+    ):  # fmt: skip
+        monkeypatch.setattr(f"{results}.{name}", lambda *_, answer=answer: answer)
+    monkeypatch.setattr(f"{writes}.is_same", lambda *_: True)
 
 
 @pytest.mark.parametrize("case", BY_PLACE)
-def test_refusing_nothing_breaks_the_bound(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the unit that comes first, the others' gradients change: the refusal is not for nothing."""
-    monkeypatch.setattr(results, "require_same_for_all", lambda *_: None)
-    monkeypatch.setattr(results, "is_same_in", lambda *_: True)
-    torch.manual_seed(0)
-    module, x = ByPlace(BY_PLACE[case]), torch.randn(N, D)
+def test_what_it_would_do(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the refusal, one unit moves the sum by more than the bound, in one of some batches."""
+    unguarded(monkeypatch)
+    for _ in range(40):
+        if largest_influence(ByPlace(BY_PLACE[case]), inputs(), Clipping(CLIP), loss_of) > 1.05 * CLIP:
+            return
+    pytest.fail("The refusal is for nothing.")
 
-    def gradients(units: Tensor) -> Tensor:
-        parameters = [p for p in module.parameters() if p.requires_grad]
-        return torch.stack(
-            [
-                torch.cat([g.flatten() for g in torch.autograd.grad(each.sum(), parameters, retain_graph=True, allow_unused=True) if g is not None])
-                for each in module(units)
-            ]
-        )  # fmt: skip
 
-    assert not torch.allclose(gradients(x)[1:], gradients(x[1:]), atol=1e-4)
+@pytest.mark.parametrize("case", DRAWN_BY_PLACE)
+def test_laws_by_place_are_refused(case: str) -> None:
+    with pytest.raises(UnitsMixedError, match="its place in the batch decides"):
+        capture_uses(ByPlace(DRAWN_BY_PLACE[case]), inputs())
+
+
+def padded(m: Any, x: Tensor) -> Tensor:
+    buffer = torch.empty(len(x), 4).to(x)
+    buffer[:, :3] = m.a(x)
+    buffer[:, 3] = 1.0
+    return m.wide(buffer)
+
+
+def pooled(m: Any, x: Tensor) -> Tensor:
+    """Of unequal lengths, by each unit's own data: what Python does with them is not compared."""
+    picked = [row[row > 0] for row in x]
+    return m.b(m.a(torch.stack([(row.sum() / max(len(row), 1)).expand(D) for row in picked])))
+
+
+def pooled_by_numbers(m: Any, x: Tensor) -> Tensor:
+    counts = (x > 0).sum(1).tolist()
+    return m.b(m.a(torch.stack([row[: max(count, 1)].mean().expand(D) for row, count in zip(x, counts)])))
+
+
+def decided(m: Any, x: Tensor) -> Tensor:
+    return m.b(m.a(torch.stack([row if row.sum() > 0 else -row for row in x])))
 
 
 ALIKE: dict[str, Forward] = {
     "zeros": lambda m, x: m.b(torch.tanh(m.a(x) + x.new_zeros(len(x), D))),
-    "ones beside": lambda m, x: m.wide(torch.cat([m.a(x), torch.ones(len(x), 1)], 1)),
+    "ones beside": lambda m, x: m.wide(torch.cat([m.a(x), torch.ones(len(x), 1).to(x)], 1)),
     "of all units": lambda m, x: m.b(m.a(x) + torch.arange(D)),
-    "expanded": lambda m, x: m.b(m.a(x) * m.buffer[:1].expand(len(x), -1)),
+    "expanded": lambda m, x: m.b(m.a(x) * m.buffer[1:2].expand(len(x), -1)),
+    "of shape 1": lambda m, x: m.b(m.a(x) * m.buffer[1:2]),
+    "repeated": lambda m, x: m.b(m.a(x) * m.buffer[1].repeat(len(x), 1)),
     "repeated end to end": lambda m, x: m.b((m.a(x).reshape(-1) * torch.arange(D).repeat(len(x))).reshape(-1, D)),
+    "through frozen layers": lambda m, x: m.b(
+        m.a(x) * F.linear(m.buffer[1].expand(len(x), -1), m.frozen_weight[:D])
+    ),
+    "positions": lambda m, x: m.b(deeper(m, x) * m.buffer[:4]).sum(1),
+    "as many positions as units": lambda m, x: m.b(
+        m.a(x)[:, None].expand(-1, len(x), -1) * m.buffer[:1].expand(len(x), -1)
+    ).sum(1) / len(x),
+    "positions end to end": lambda m, x: m.b(
+        (deeper(m, x).flatten(0, 1) * m.buffer[:4].repeat(len(x), 1)).view(-1, 4, D)
+    ).sum(1),
     "a column of each unit's choice": lambda m, x: m.a(x)[torch.arange(len(x)), (x[:, 0] > 0).long()],
     "the same column": lambda m, x: m.a(x)[torch.arange(len(x)), torch.ones(len(x), dtype=torch.long)],
-    "not a number, for all": lambda m, x: m.b(m.a(x)).nan_to_num() + 0 * torch.full((len(x), 1), torch.nan).nan_to_num(),
+    "a constant by each unit's choice": lambda m, x: m.b(m.a(x) * m.buffer[ids_of(x)[:, 0] + 1]),
+    "not a number, for all": lambda m, x: m.b(m.a(x)).nan_to_num() + (0 * torch.full((len(x), 1), torch.nan).to(x) + x[:, :1]).nan_to_num(),
+    "infinite for all": lambda m, x: m.b((m.a(x) + torch.tensor([0.0, 0.0, -torch.inf]).expand(len(x), -1).clone().to(x)).sigmoid()),
     "written for all": lambda m, x: m.b(torch.index_fill(m.a(x), 1, torch.tensor([0]), 2.0)),
     "a matrix for all": lambda m, x: m.b(m.a(x) @ m.buffer[:D]),
-}
+    "a column written": changed(lambda h, x: put(h, (slice(None), 0), torch.ones(len(x)).to(x))),
+    "all written": changed(lambda h, x: put(h[:, 1:], slice(None), 2.0)),
+    "where units say": changed(lambda h, x: put(h, x > 0, 1.0)),
+    "written where units say": changed(lambda h, x: put(h, (torch.arange(len(x)), ids_of(x)[:, 0]), torch.ones(len(x)).to(x))),
+    "a diagonal of each": lambda m, x: m.b(_without_diagonal(m.a(x)[:, :, None] * m.a(x)[:, None]).sum(1)),
+    "scattered": lambda m, x: m.b(m.a(x).scatter(1, torch.tensor([[0, 2]]).expand(len(x), -1), 0.0)),
+    "into zeros": filled(lambda x: torch.zeros_like(places(x)).repeat(1, D), lambda c, h: put(c, (slice(None), slice(2)), h[:, :2])),
+    "into nothing yet": padded,
+    "a mask of one each": lambda m, x: m.a(x)[torch.tensor([True, False, False]).expand(len(x), -1)],
+    "classes": lambda m, x: F.cross_entropy(m.a(x), torch.ones(len(x), dtype=torch.long), reduction="none"),
+    "class weights": lambda m, x: F.cross_entropy(
+        m.a(x), ids_of(x)[:, 0], weight=torch.arange(1.0, D + 1).to(x), reduction="none"
+    ),
+    "targets": lambda m, x: F.mse_loss(m.b(m.a(x)), torch.zeros(len(x), 1).to(x), reduction="none"),
+    "bags of weights": lambda m, x: m.b(
+        m.a(x) + m.bag(ids_of(x), per_sample_weights=torch.arange(D).to(x).expand(len(x), -1))
+    ),
+    "row by row": row_by_row(lambda number, row: row * 2 + torch.full((), 3.0).to(row)),
+    "row by row, of two tensors": lambda m, x: m.b(m.a(torch.stack([a * b[0] for a, b in zip(x, x.sin())]))),
+    "row by row, by its own shape": pooled,
+    "row by row, by its own numbers": pooled_by_numbers,
+    "row by row, by its own values": decided,
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("units", [N, D, 2])
+def _without_diagonal(squares: Tensor) -> Tensor:
+    squares.diagonal(dim1=1, dim2=2).fill_(0)
+    return squares
+
+
+@pytest.mark.parametrize("units", [N, 4, D, 2, 1])
 @pytest.mark.parametrize("case", ALIKE)
 def test_what_is_the_same_for_all_units_is_exact(case: str, units: int) -> None:
     assert_exact(ByPlace(ALIKE[case]), torch.randn(units, D))
+
+
+@pytest.mark.parametrize("case", {**ALIKE, **BY_PLACE})
+def test_a_batch_without_units(case: str) -> None:
+    if case.startswith(("row by row", "weights", "targets", "classes", "likelihoods", "distributions")):
+        pytest.skip("torch.stack takes no empty list, and means of nothing are no numbers")
+    forward = ALIKE.get(case) or BY_PLACE[case]
+    try:
+        ByPlace(forward)(torch.zeros(0, D))
+    except (RuntimeError, IndexError, ValueError) as error:
+        pytest.skip(f"nor does torch run it: {error}")
+    assert capture_uses(ByPlace(forward), [torch.zeros(0, D)], loss_of).units == 0
+
+
+DRAWN: dict[str, Forward] = {
+    "times": lambda m, x: m.b(m.a(x) * torch.rand(len(x), 1)),
+    "stochastic depth": lambda m, x: m.b(m.a(x) * x.new_empty(len(x), 1).bernoulli_(0.5).div_(0.5)),
+    "stochastic depth, another": lambda m, x: m.b(m.a(x) * (0.5 + torch.rand(len(x), 1)).floor_()),
+    "orders": lambda m, x: m.b(m.a(x).gather(1, torch.rand(len(x), D).argsort(1)[:, :2].repeat(1, 2)[:, :D])),
+    "by position": lambda m, x: m.b(m.a(x) * (torch.rand(len(x), D) * torch.arange(D))),
+    "chances by position": lambda m, x: m.b(m.a(x) * torch.bernoulli(torch.linspace(0, 1, D).expand(len(x), -1))),
+    "written": lambda m, x: m.b(m.a(x) * _with_drawn(torch.ones(len(x), D))),
+    "rows of a frozen table": lambda m, x: m.b(m.a(x) * m.frozen(torch.randint(20, (len(x),)))),
+    "noise in place": lambda m, x: m.b(m.a(x) + torch.zeros(len(x), D).normal_().clamp_(-1, 1)),
+    "of the same mean": lambda m, x: m.b(m.a(x) * torch.normal(torch.ones(len(x), 1), 1.0)),
+}  # fmt: skip
+
+
+def _with_drawn(constant: Tensor) -> Tensor:
+    constant[:, 0] = torch.rand(len(constant))
+    constant[:, 1].bernoulli_(0.5)
+    return constant
+
+
+@pytest.mark.parametrize("case", DRAWN)
+def test_numbers_of_one_law_may_differ(case: str) -> None:
+    assert capture_uses(ByPlace(DRAWN[case]), inputs()).units == N
+
+
+def test_elements_by_place_in_memory_have_no_known_units() -> None:
+    forward = lambda m, x: m.a(x).as_strided((len(x), 1), (D + 1, 1)) * 1  # noqa: E731  the diagonal
+    with pytest.raises(UnitsMixedError, match="in a place that is not known"):
+        capture_uses(ByPlace(forward), [torch.randn(D, D)])
 
 
 def test_evaluation_may_do_it() -> None:
@@ -143,9 +440,34 @@ def test_evaluation_may_do_it() -> None:
 
 
 def test_one_unit_alone_meets_a_constant_of_any_shape() -> None:
-    capture_uses(ByPlace(BY_PLACE["times"]), torch.randn(1, D))
+    capture_uses(ByPlace(BY_PLACE["times"]), [torch.randn(1, D)])
 
 
-def test_where_a_constant_faces_units() -> None:
-    """Counted by the rules of the operations themselves."""
-    assert constants_by_place._COMBINING >= {"mul", "cat", "bmm", "einsum", "gather", "where"}
+def test_explained() -> None:
+    """With the line, and what comes behind it is seen as well."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h = m.a(x) * places(x)
+        return m.b(h - h.mean(0))
+
+    explained = sparsedp.explain(ByPlace(forward), lambda out, y: (out - y).square().mean(), (torch.randn(N, D), torch.randn(N, 1)))
+    (by_place, mixing) = explained.refusals
+    assert "its place in the batch decides" in by_place.reason and by_place.operation == "mul"
+    assert by_place.source == "h = m.a(x) * places(x)" and by_place.operands[0].startswith("(6*, 3)")
+    assert "mean" in mixing.reason
+
+
+def test_explained_in_the_loss() -> None:
+    """Capture does not follow a loss outside of forward(); `explain` does, and `check` compares."""
+    module, batch = ByPlace(lambda m, x: m.a(x)), (torch.randn(N, D), torch.zeros(N, 1))
+    loss = lambda out, y: F.cross_entropy(out, torch.arange(len(out)) % D)  # noqa: E731
+    assert any("its place in the batch decides" in r.reason for r in sparsedp.explain(module, loss, batch).refusals)
+    with pytest.raises(UnitsMixedError):
+        sparsedp.check(module, loss, batch)
+
+
+def test_refused_in_training() -> None:
+    _, module, _, loader = make_private(ByPlace(BY_PLACE["a buffer"]), loader_of(torch.randn(40, D), batch_size=20))
+    with pytest.raises(UnitsMixedError, match="its place in the batch decides"):
+        for (x,) in loader:
+            module(x)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,23 +10,39 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from sparsedp.capture.constants_by_place import by_place_refused, is_same_in, require_same_for_all
+from sparsedp.capture.constants_by_place import (
+    are_joined_by_place,
+    by_place_refused,
+    is_index_alike,
+    is_part_alike,
+    is_same,
+    meets_by_place,
+    recipe_of,
+    recipe_of_part,
+    values_of,
+    writes_alike,
+)
 from sparsedp.capture.expressions import Expression, TableRows, is_repeated, is_shared_along, joined_origin
 from sparsedp.capture.following import follow
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.history import HiddenHistory
+from sparsedp.capture.module_state import ModuleState
 from sparsedp.capture.names import all_tensors, operands_of
 from sparsedp.capture.ops.elementwise import POINTWISE
 from sparsedp.capture.ops.lookups import OTHER_ORDER, moved_ids, public_ids
-from sparsedp.capture.ops.registry import Call, plain_name
+from sparsedp.capture.ops.losses import LOSSES
+from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call, plain_name
 from sparsedp.capture.ops.shape import SHAPE_ONLY
 from sparsedp.capture.owned_rows import follow_rows, rows_made
 from sparsedp.capture.places import Origins
 from sparsedp.capture.tape import Tape
-from sparsedp.capture.tensors import CONSTANT, DRAWN, DRAWN_ALIKE, SHARED, Derived, KnownTensors
+from sparsedp.capture.tensors import CONSTANT, DRAWN, DRAWN_ALIKE, SHARED, Constant, Derived, KnownTensors, memory_of
 from sparsedp.capture.unit_memory import UnitMemory
-from sparsedp.capture.units import Info, UnitAxis, UnitData, WholeBatch
+from sparsedp.capture.units import Info, Mixed, OneUnit, UnitAxis, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
+
+# What writes nothing but what it draws.
+_FILLS = {"bernoulli", "uniform", "normal", "exponential", "random", "geometric", "cauchy", "log_normal"}
 
 
 class Results:
@@ -40,17 +56,53 @@ class Results:
         history: HiddenHistory,
         tape: Tape,
         origins: Origins,
+        state: ModuleState,
     ) -> None:
-        self._current, self._known, self._memory = current, known, memory
+        self._current, self._known, self._memory, self._state = current, known, memory, state
         self._history, self._tape, self.origins = history, tape, origins
 
     def note_constants(self, name: str, args: tuple, kwargs: dict, out: Any, drawn: bool) -> None:
         """The result of an operation on constants."""
         known = self._known
-        kind = (DRAWN_ALIKE if self._are_drawn_alike(name, args, kwargs) else DRAWN) if drawn else CONSTANT
         for tensor in (out,) if isinstance(out, Tensor) else all_tensors(out):
             if known.get(tensor) is None and id(tensor) not in known.private:
-                known[tensor] = kind
+                known[tensor] = self._drawn(name, args, kwargs, tensor) if drawn else CONSTANT
+
+    def note_drawn(self, name: str, args: tuple, kwargs: dict, target: Tensor) -> None:
+        """After numbers from the key, or what is made of them, were written into a constant."""
+        kind = self._drawn(plain_name(name), args[1:] if plain_name(name) in _FILLS else args, kwargs, target)
+        if name == "setitem":
+            value = args[2] if self.is_constant(args[2]) else 1
+            axes = [(UnitAxis(dim), size) for dim, size in enumerate(target.shape)]
+            written = {(axis, size) for axis, size in axes if not writes_alike(target, args[1], value, axis, size)}
+            kind = Constant(drawn=True, uneven=kind.uneven | written)
+        whole = target if target._base is None else target._base
+        if whole is not target and self.is_constant(whole):
+            self._known[whole] = DRAWN
+        self._known[target] = kind
+
+    def _drawn(self, name: str, args: tuple, kwargs: dict, out: Tensor) -> Constant:
+        """What is known of the result of an operation that draws, or on numbers that were drawn."""
+        if self._are_drawn_alike(name, args, kwargs):
+            return DRAWN_ALIKE
+        return Constant(drawn=True, uneven=frozenset(self._uneven(name, args, kwargs, out)))
+
+    def _uneven(self, name: str, args: tuple, kwargs: dict, out: Tensor) -> Iterator[tuple[UnitAxis, int]]:
+        """Where the law differs in a result: where that of an operand, or a constant, does, by the rule of the operation."""
+        rule = AXIS_RULES.get(name)
+        operands = operands_of(args, kwargs)
+        for tensor in operands if name in JOINT else operands[:1]:
+            info = self._known.get(tensor)
+            if rule is None or not self.is_constant(tensor):
+                continue
+            axes = [(UnitAxis(dim), size) for dim, size in enumerate(tensor.shape) if size > 1]
+            if isinstance(info, Constant) and info.drawn:
+                axes = list(info.uneven)
+            for axis, size in axes:
+                moved = rule(Call(name, args, kwargs, out, size), tensor, axis)
+                is_drawn = isinstance(info, Constant) and info.drawn
+                if isinstance(moved, UnitAxis) and (is_drawn or not is_same(tensor, axis, size)):
+                    yield moved, size
 
     def _are_drawn_alike(self, name: str, args: tuple, kwargs: dict) -> bool:
         """Whether drawn numbers have one law in all places: drawn without a tensor, or made of such numbers one by one."""
@@ -100,8 +152,6 @@ class Results:
         made = rows_made(name, args, kwargs, outputs, known.info, self._current.units)
         for number, tensor in enumerate(outputs):
             info = made[number] if made is not None else self.follow(name, args, kwargs, data, tensor)
-            if isinstance(info, UnitData) and info.axis is not None and torch.is_grad_enabled():
-                self._require_constants_alike(plain_name(name), args, kwargs, data, tensor, info.axis)
             known[tensor] = info
             if tensor.is_nested:
                 known.place_parts(tensor)
@@ -115,42 +165,116 @@ class Results:
             for tensor in outputs:
                 self._history.add(tensor)
 
-    def _require_constants_alike(
-        self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor, axis: UnitAxis
-    ) -> None:
-        """Constants that meet the units at `axis` of `out` are the same for all of them."""
-        known = self._known
-        constants = [
-            tensor
-            for tensor in operands_of(args, kwargs)
-            if tensor.numel() > 1 and known.get(tensor) in (None, CONSTANT) and tensor is not out
-        ]
-        if constants:
-            call = Call(name, args, kwargs, out, self._current.units, len(data))
-            require_same_for_all(call, axis, constants, self._current.where)
-
-    def require_written_alike(self, name: str, args: tuple, kwargs: dict, target: Tensor, info: Info) -> None:
-        """As for results, of constants that were written into an activation."""
-        if not isinstance(info, UnitData) or info.axis is None or not torch.is_grad_enabled():
-            return
-        if name == "setitem":
-            value, units = args[2], self._current.units
-            is_constant = isinstance(value, Tensor) and self._known.get(value) in (None, CONSTANT)
-            if is_constant and not is_same_in(target, args[1], value, info.axis, units):
-                raise by_place_refused(name, self._current.where)
-        else:
-            self._require_constants_alike(plain_name(name), args, kwargs, [target], target, info.axis)
-
     def follow(self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor) -> Info:
         """Where the units are in `out`, the result of an operation on the activations `data`."""
         known = self._known
         operands: list[tuple[Tensor, Info]] = [(tensor, known[tensor]) for tensor in data]
         try:
-            return follow(name, args, kwargs, operands, out, self._current.units, self._current.where)
+            info = follow(name, args, kwargs, operands, out, self._current.units, self._current.where)
+            if isinstance(operands[0][1], OneUnit) or isinstance(info, OneUnit):
+                return self._of_one_unit(name, args, kwargs, operands, out, info)
+            self.require_constants_alike(name, args, kwargs, out, info)
+            return info
         except UnitsMixedError:
             if torch.is_grad_enabled():
                 raise
             return UnitData(None)  # evaluation may mix units; training refuses what comes of it
+
+    # ------------------------------------------------------------------ constants by place in the batch
+
+    def is_constant(self, tensor: Any) -> bool:
+        """Whether it is a tensor that no unit decides, and that was not drawn by one law."""
+        if not isinstance(tensor, Tensor) or tensor.is_nested:
+            return False
+        info = self._known.get(tensor)
+        is_even = isinstance(info, Constant) and info.drawn and not info.uneven
+        is_parameter = torch.is_grad_enabled() and self._known.expression(tensor) is not None
+        return (info is None or isinstance(info, Constant)) and not is_even and not is_parameter
+
+    def is_alike(self, tensor: Tensor, axis: UnitAxis) -> bool:
+        """Whether a constant is the same for all units, which would be at `axis` of it, or drawn by one law."""
+        info = self._known.get(tensor)
+        if isinstance(info, Constant) and info.drawn:
+            return (axis, self._current.units) not in info.uneven
+        return is_same(tensor, axis, self._current.units)
+
+    def require_constants_alike(self, name: str, args: tuple, kwargs: dict, out: Tensor, info: Info) -> None:
+        """Raises if units of the result, of which `info` is known, met different parts of a constant by their place."""
+        units = self._current.units
+        if units < 2 or not self._may_meet_constants(args, kwargs):
+            return
+        is_sum = isinstance(info, Mixed) and plain_name(name) in (*LOSSES, "sequence_loss")
+        axis = info.axis if isinstance(info, UnitData) else None
+        if axis is None and not is_sum:
+            return
+        placed = [
+            (tensor, at) for tensor in operands_of(args, kwargs) if (at := self._known.known_axis(tensor)) is not None
+        ]
+        call = Call(plain_name(name), args, kwargs, out, units, len(placed))
+        if meets_by_place(call, placed, axis, self):
+            raise self.by_place_refused(name)
+
+    def _may_meet_constants(self, args: tuple, kwargs: dict) -> bool:
+        """Whether there is anything but activations, and numbers, among the operands."""
+        entries = self._known.entries
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, Tensor):
+                entry = entries.get(id(value))
+                if (entry is None or isinstance(entry[1], Constant)) and value.ndim:
+                    return True
+            elif isinstance(value, (tuple, list)) and value and not isinstance(value[0], int):
+                return True
+        return False
+
+    def by_place_refused(self, name: str) -> UnitsMixedError:
+        return by_place_refused(name, self._current.where, self._state.taken_out)
+
+    def require_written_alike(self, target: Tensor, index: Any, value: Any, axis: UnitAxis) -> None:
+        """Raises if target[index] = value, with constants or activations, goes by the units' place in the batch."""
+        units = self._current.units
+        has_units = any(map(self._known.is_data, operands_of((index,), {})))
+        if self._known.is_data(value) or has_units:
+            alike = is_index_alike(target, index, axis, units, self)
+        else:
+            is_number = not isinstance(value, Tensor) or not self.is_constant(value)
+            alike = writes_alike(target, index, 1 if is_number else value, axis, units)
+        if not alike and torch.is_grad_enabled():
+            raise self.by_place_refused("setitem")
+
+    def require_parts_alike(self, name: str, args: tuple, kwargs: dict, part: Tensor) -> None:
+        """After constants were written into `part`, whose units are in no known place: raises if it has more of some units."""
+        known, units = self._known, self._current.units
+        if units < 2 or not torch.is_grad_enabled() or not part.numel():
+            return
+        memory = memory_of(part)
+        values = [t for t in operands_of(args, kwargs) if t is not part and self.is_constant(t)]
+        for whole in known.tensors():
+            axis = known.known_axis(whole)
+            if axis is None or memory_of(whole) != memory:
+                continue
+            if not all(is_part_alike(part, whole, axis, units, value) for value in (1, *values)):
+                raise self.by_place_refused(name)
+
+    def _of_one_unit(
+        self, name: str, args: tuple, kwargs: dict, operands: list[tuple[Tensor, Info]], out: Tensor, info: Info
+    ) -> Info:
+        """Of an operation on data of single units: notes what was done to each, and compares it where they are joined."""
+        if isinstance(info, OneUnit):
+            source, of_source = operands[0]
+            is_taken = not isinstance(of_source, OneUnit)  # x[2], of all units
+            recipe = recipe_of_part(out, source) if is_taken else recipe_of(name, args, kwargs, self._recipe)
+            return OneUnit(None, unit=info.unit, recipe=recipe)
+        has_python = self._state.taken_out or self._state.decided  # which units' own data may have decided
+        recipes = [each.recipe for _, each in operands if isinstance(each, OneUnit)]
+        if info != UnitData(None) and not has_python and are_joined_by_place(recipes, self._current.units):
+            raise self.by_place_refused(name)
+        return info
+
+    def _recipe(self, tensor: Tensor) -> int | None:
+        info = self._known.get(tensor)
+        if isinstance(info, OneUnit):
+            return info.recipe
+        return values_of(tensor) if self.is_constant(tensor) else 0  # numbers that were drawn are like others
 
     def follow_rows(self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor) -> Info | None:
         """What is known of `out` by the owners of rows; None where other rules say."""
