@@ -61,7 +61,7 @@ def changed(change: Callable[[Tensor, Tensor], Any]) -> Forward:
     def forward(m: Any, x: Tensor) -> Tensor:
         h = m.a(x) * 1
         change(h, x)
-        return m.b(h)
+        return m.b(h + x)
 
     return forward
 
@@ -80,7 +80,9 @@ def filled(make: Callable[[Tensor], Tensor], write: Callable[[Tensor, Tensor], A
 def attended(m: Any, x: Tensor) -> Tensor:
     q = m.a(x)[:, None].expand(-1, 4, -1)
     mask = places(x)[:, :, None] * torch.arange(4)
-    return m.b(F.scaled_dot_product_attention(q, q * torch.rand(4, 1), q * torch.arange(4)[:, None], attn_mask=mask).sum(1))
+    return m.b(
+        F.scaled_dot_product_attention(q, q * torch.rand(4, 1), q * torch.arange(4)[:, None], attn_mask=mask).sum(1)
+    )
 
 
 def attended_by_heads(m: Any, x: Tensor) -> Tensor:
@@ -156,7 +158,7 @@ BY_PLACE: dict[str, Forward] = {
         m.a(x).index_put((torch.arange(len(x)), columns(x)), torch.full((len(x),), 9.0).to(x), accumulate=True)
     ).tanh(),
     "scattered": lambda m, x: m.b(m.a(x).scatter(1, columns(x)[:, None], 0.0)),
-    "scattered to the first": lambda m, x: m.b(m.a(x).scatter(1, torch.tensor([[0, 1, 2]]), 0.0)),
+    "scattered to the first": lambda m, x: m.b(m.a(x).scatter(1, torch.tensor([[0, 1]]), 9.0)),
     "scattered values": lambda m, x: m.b(m.a(x).scatter(1, ids_of(x), 9 * m.buffer.to(x))).tanh(),
     "index_add": lambda m, x: m.b(m.a(x).index_add(1, torch.tensor([0, 1]), 9 * places(x).expand(-1, 2))).tanh(),
     "a part of some": written_through_a_part(lambda h: h[:3], lambda part: part.zero_()),
@@ -196,21 +198,21 @@ BY_PLACE: dict[str, Forward] = {
     "positions end to end": lambda m, x: m.b(
         (deeper(m, x).flatten(0, 1) * torch.arange(len(x) * 4)[:, None]).view(-1, 4, D)
     ).sum(1),
-    "two batches": lambda m, x: m.b(torch.cat([m.a(x)] * 2) * places(torch.cat([x] * 2))).view(2, -1).sum(0),
+    "two batches": lambda m, x: sum((m.b(torch.cat([m.a(x)] * 2)) * places(torch.cat([x] * 2))).chunk(2)),
     "a power": lambda m, x: m.b(m.a(x).abs() ** places(x)),
     "compared": lambda m, x: m.b(m.a(x) * (x > places(x) - 2)),
     "numbers": lambda m, x: m.b(m.a(x) * torch.tensor([[float(i)] for i in range(len(x))])),
     "one after the other": lambda m, x: m.b(m.a(x) * torch.cat([torch.full((1, 1), i) for i in range(len(x))])),
     "counted up": lambda m, x: m.b(m.a(x) * torch.ones(len(x), 1).cumsum(0)),
     "broadcast": lambda m, x: m.b(m.a(x) * torch.broadcast_tensors(places(x), x)[0]),
-    "not a number": lambda m, x: m.b(torch.nan_to_num(m.a(x) * torch.where(even(x), torch.nan, torch.ones(())))),
+    "not a number": lambda m, x: m.b(torch.fmax(m.a(x), torch.where(even(x), torch.nan, 9 * torch.ones(())))),
     "infinite": lambda m, x: m.b((m.a(x) + torch.where(even(x), -torch.inf, torch.zeros(()))).sigmoid()),
     "without gradient": without_gradient,
     "weights of a loss": lambda m, x: F.binary_cross_entropy_with_logits(
         m.b(m.a(x)), torch.zeros(len(x), 1).to(x), weight=places(x), reduction="none"
     ),
     "weights of a summed loss": lambda m, x: F.binary_cross_entropy_with_logits(
-        m.b(m.a(x)), torch.zeros(len(x), 1).to(x), weight=places(x), reduction="sum"
+        m.b(m.a(x)), torch.zeros(len(x), 1).to(x), weight=9 * even(x).to(x), reduction="sum"
     ),
     "targets": lambda m, x: F.mse_loss(m.b(m.a(x)), 9.0 * even(x).to(x) - 4, reduction="sum"),
     "classes": lambda m, x: F.cross_entropy(m.a(x), columns(x), reduction="sum"),
@@ -233,7 +235,6 @@ BY_PLACE: dict[str, Forward] = {
     "row by row, other operations": row_by_row(lambda number, row: row if number % 2 else row.neg()),
     "row by row, by number": lambda m, x: m.b(m.a(torch.stack([x[i].roll(i) for i in range(len(x))]))),
     "row by row, of two tensors": lambda m, x: m.b(m.a(torch.stack([(x, -x)[i % 2][i] for i in range(len(x))]))),
-    "row by row, end to end": lambda m, x: m.b(m.a(torch.cat([x[i : i + 1] * i for i in range(len(x))]))),
 }  # fmt: skip
 
 # What is drawn, by a law that goes by the place.
@@ -381,22 +382,15 @@ def _without_diagonal(squares: Tensor) -> Tensor:
     return squares
 
 
-@pytest.mark.parametrize("units", [N, 4, D, 2, 1])
+@pytest.mark.parametrize("units", [N, D, 1])
 @pytest.mark.parametrize("case", ALIKE)
 def test_what_is_the_same_for_all_units_is_exact(case: str, units: int) -> None:
     assert_exact(ByPlace(ALIKE[case]), torch.randn(units, D))
 
 
-@pytest.mark.parametrize("case", {**ALIKE, **BY_PLACE})
-def test_a_batch_without_units(case: str) -> None:
-    if case.startswith(("row by row", "weights", "targets", "classes", "likelihoods", "distributions")):
-        pytest.skip("torch.stack takes no empty list, and means of nothing are no numbers")
-    forward = ALIKE.get(case) or BY_PLACE[case]
-    try:
-        ByPlace(forward)(torch.zeros(0, D))
-    except (RuntimeError, IndexError, ValueError) as error:
-        pytest.skip(f"nor does torch run it: {error}")
-    assert capture_uses(ByPlace(forward), [torch.zeros(0, D)], loss_of).units == 0
+@pytest.mark.parametrize("case", ["times", "columns", "written", "in place", "gathered", "classes", "into a constant"])
+def test_a_batch_without_units_meets_nothing(case: str) -> None:
+    assert capture_uses(ByPlace(BY_PLACE[case]), [torch.zeros(0, D)], loss_of).units == 0
 
 
 DRAWN: dict[str, Forward] = {
@@ -450,7 +444,9 @@ def test_explained() -> None:
         h = m.a(x) * places(x)
         return m.b(h - h.mean(0))
 
-    explained = sparsedp.explain(ByPlace(forward), lambda out, y: (out - y).square().mean(), (torch.randn(N, D), torch.randn(N, 1)))
+    explained = sparsedp.explain(
+        ByPlace(forward), lambda out, y: (out - y).square().mean(), (torch.randn(N, D), torch.randn(N, 1))
+    )
     (by_place, mixing) = explained.refusals
     assert "its place in the batch decides" in by_place.reason and by_place.operation == "mul"
     assert by_place.source == "h = m.a(x) * places(x)" and by_place.operands[0].startswith("(6*, 3)")

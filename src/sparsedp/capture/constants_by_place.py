@@ -18,9 +18,10 @@ from torch import Tensor
 
 from sparsedp.capture.expressions import is_repeated
 from sparsedp.capture.names import operands_of
+from sparsedp.capture.ops.elementwise import POINTWISE
 from sparsedp.capture.ops.indexing import counts_units, is_advanced, only_mask
 from sparsedp.capture.ops.losses import LOSSES, OF_CLASSES
-from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call
+from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call, plain_name
 from sparsedp.capture.units import UnitAxis
 from sparsedp.errors import UnitsMixedError
 
@@ -179,16 +180,16 @@ def _columns(index: Any, constants: Constants) -> Faced:
 
 
 def _beside_counted(call: Call, constants: Constants) -> Faced:
-    """Of target[rows, columns] = values, some of which are the units': columns and values."""
+    """Of target[rows, columns] = values, some of which are the units': columns and values, and what is not written to."""
     target, index, values = call.args[0], call.argument(1, "indices"), call.argument(2, "values")
-    parts = [item for item in (index if isinstance(index, (tuple, list)) else [index]) if isinstance(item, Tensor)]
-    if constants.is_constant(target):
+    first, *columns = index if isinstance(index, (tuple, list)) else [index]
+    if target is not call.out and constants.is_constant(target):
         yield target, UnitAxis(0)
-    yield from _columns(parts, constants)
-    if isinstance(values, Tensor) and constants.is_constant(values):
-        written = torch.broadcast_tensors(*parts)[0].ndim + target.ndim - len(parts)
-        if values.ndim == written:
-            yield values, UnitAxis(0)
+    written = torch.broadcast_tensors(first, *columns)[0]
+    behind = target.ndim - 1 - len(columns)
+    for tensor, ndim in (*((column, written.ndim) for column in columns), (values, written.ndim + behind)):
+        if constants.is_constant(tensor) and tensor.ndim == ndim and tensor.numel() > 1:
+            yield tensor, UnitAxis(0, max(tensor.shape[0] // call.units, 1))
 
 
 def _scattered(call: Call, axis: UnitAxis | None, constants: Constants) -> Faced:
@@ -255,6 +256,8 @@ def _is_same_written(
 
 def is_index_alike(target: Tensor, index: Any, axis: UnitAxis, units: int, constants: Constants) -> bool:
     """Whether target[index] = activations, which have the units at `axis`, writes to the same places of all units."""
+    if units < 2:
+        return True
     call = Call("getitem", (target, index), {}, target, units)
     faced = _in_index(call, axis, constants)
     return all(tensor is target or constants.is_alike(tensor, at) for tensor, at in faced)
@@ -263,18 +266,34 @@ def is_index_alike(target: Tensor, index: Any, axis: UnitAxis, units: int, const
 _MAX_NUMBERED = 1 << 24  # elements of memory in which what is written to is marked
 
 
-def is_part_alike(part: Tensor, whole: Tensor, axis: UnitAxis, units: int, value: Any = 1) -> bool:
-    """Whether `part`, which has memory of `whole`, has the same of all units, which are at `axis` of `whole`.
+def is_part_alike(part: Tensor, whole: Tensor, axis: UnitAxis, units: int, values: Sequence[Any]) -> bool:
+    """Whether what is written into `part`, which has memory of `whole`, is the same for all units, at `axis` of `whole`.
 
-    The part is written into memory of the same layout, by ones or by a constant, and read as the whole.
+    Each of the values is written into memory of the same layout, and read as the whole.
     """
     start = min(part.storage_offset(), whole.storage_offset())
     ends = [_end(tensor) - start for tensor in (part, whole)]
     if max(ends) > _MAX_NUMBERED or part.dtype != whole.dtype:
         return False
-    memory = torch.zeros(max(ends), dtype=torch.float64)
-    memory.as_strided(part.shape, part.stride(), part.storage_offset() - start).copy_(torch.as_tensor(value))
-    return is_same(memory.as_strided(whole.shape, whole.stride(), whole.storage_offset() - start), axis, units)
+    for value in values:
+        memory = torch.zeros(max(ends), dtype=torch.float64)
+        memory.as_strided(part.shape, part.stride(), part.storage_offset() - start).copy_(value)
+        if not is_same(memory.as_strided(whole.shape, whole.stride(), whole.storage_offset() - start), axis, units):
+            return False
+    return True
+
+
+def written_values(name: str, args: tuple, part: Tensor, constants: list[Tensor]) -> list[Tensor] | None:
+    """What an operation that changes `part` in place writes there, or where: each of its shape. None if that cannot be told."""
+    one = torch.ones((), dtype=torch.float64)
+    if name == "setitem":
+        values = []
+        for value in (one, *constants):
+            values.append(torch.zeros(part.shape, dtype=torch.float64))
+            values[-1][args[1]] = value.double()
+        return values
+    is_pointwise = plain_name(name) in POINTWISE
+    return [one, *(constant.double() for constant in constants)] if is_pointwise or not constants else None
 
 
 def _end(tensor: Tensor) -> int:

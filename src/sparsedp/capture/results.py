@@ -21,6 +21,7 @@ from sparsedp.capture.constants_by_place import (
     recipe_of_part,
     values_of,
     writes_alike,
+    written_values,
 )
 from sparsedp.capture.expressions import Expression, TableRows, is_repeated, is_shared_along, joined_origin
 from sparsedp.capture.following import follow
@@ -247,12 +248,13 @@ class Results:
         if units < 2 or not torch.is_grad_enabled() or not part.numel():
             return
         memory = memory_of(part)
-        values = [t for t in operands_of(args, kwargs) if t is not part and self.is_constant(t)]
+        given = operands_of(args[2:] if name == "setitem" else args, kwargs)
+        values = written_values(name, args, part, [t for t in given if t is not part and self.is_constant(t)])
         for whole in known.tensors():
             axis = known.known_axis(whole)
             if axis is None or memory_of(whole) != memory:
                 continue
-            if not all(is_part_alike(part, whole, axis, units, value) for value in (1, *values)):
+            if values is None or not is_part_alike(part, whole, axis, units, values):
                 raise self.by_place_refused(name)
 
     def _of_one_unit(
