@@ -106,6 +106,31 @@ def row_by_row(change: Callable[[int, Tensor], Tensor]) -> Forward:
     return lambda m, x: m.b(m.a(torch.stack([change(number, row) for number, row in enumerate(x)])))
 
 
+def written_row(row: Tensor, index: int, value: float) -> Tensor:
+    row = row * 1
+    row[index] = value
+    return row
+
+
+def in_part(row: Tensor, number: int) -> Tensor:
+    row[:2].mul_(number)
+    return row
+
+
+def written_without_gradient(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = x.clone()
+        h[0, 0] = 9.0
+    return m.b(m.a(h))
+
+
+def part_written_without_gradient(m: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        h = x.clone()
+        h[0, :2].mul_(9)
+    return m.b(m.a(h))
+
+
 def without_gradient(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         h = x * places(x)
@@ -208,6 +233,11 @@ BY_PLACE: dict[str, Forward] = {
     "not a number": lambda m, x: m.b(torch.fmax(m.a(x), torch.where(even(x), torch.nan, 9 * torch.ones(())))),
     "infinite": lambda m, x: m.b((m.a(x) + torch.where(even(x), -torch.inf, torch.zeros(()))).sigmoid()),
     "without gradient": without_gradient,
+    "without gradient, written": written_without_gradient,
+    "without gradient, a part written": part_written_without_gradient,
+    "bags of weights end to end": lambda m, x: m.b(m.a(x) * m.bag(
+        ids_of(x).flatten(), torch.arange(len(x)) * D, per_sample_weights=torch.arange(len(x) * D).to(m.scale)
+    )),
     "weights of a loss": lambda m, x: F.binary_cross_entropy_with_logits(
         m.b(m.a(x)), torch.zeros(len(x), 1).to(x), weight=places(x), reduction="none"
     ),
@@ -231,6 +261,8 @@ BY_PLACE: dict[str, Forward] = {
     ),
     "row by row": row_by_row(lambda number, row: row * number),
     "row by row, constants": row_by_row(lambda number, row: row * torch.full((), float(number))),
+    "row by row, written": row_by_row(lambda number, row: written_row(row, 0, float(number))),
+    "row by row, a part written": row_by_row(lambda number, row: in_part(row * 1, number)),
     "row by row, other columns": row_by_row(lambda number, row: row[number % D].expand(D)),
     "row by row, other operations": row_by_row(lambda number, row: row if number % 2 else row.neg()),
     "row by row, by number": lambda m, x: m.b(m.a(torch.stack([x[i].roll(i) for i in range(len(x))]))),
@@ -272,8 +304,8 @@ def test_refused(case: str) -> None:
     with pytest.raises((UnitsMixedError, UnsupportedError)) as raised:
         capture_uses(ByPlace(BY_PLACE[case]), inputs(), loss_of)
     refusal = raised.value.refusal
-    if case == "without gradient":  # where it is refused is where a parameter meets what came of it
-        assert refusal is not None and "'mul'" in refusal.origin
+    if case.startswith("without gradient"):  # where it is refused is where a parameter meets what came of it
+        assert refusal is not None and refusal.origin
         return
     assert "its place in the batch decides" in raised.value.message
     assert refusal is not None and refusal.file == __file__ and refusal.line and refusal.operation
@@ -369,6 +401,10 @@ ALIKE: dict[str, Forward] = {
     "bags of weights": lambda m, x: m.b(
         m.a(x) + m.bag(ids_of(x), per_sample_weights=torch.arange(D).to(x).expand(len(x), -1))
     ),
+    "bags of weights end to end": lambda m, x: m.b(
+        m.a(x) + m.bag(ids_of(x).flatten(), torch.arange(len(x)) * D, torch.arange(D).to(x).repeat(len(x)))
+    ),
+    "row by row, written": row_by_row(lambda number, row: written_row(row, 1, 2.0)),
     "row by row": row_by_row(lambda number, row: row * 2 + torch.full((), 3.0).to(row)),
     "row by row, of two tensors": lambda m, x: m.b(m.a(torch.stack([a * b[0] for a, b in zip(x, x.sin())]))),
     "row by row, by its own shape": pooled,
@@ -382,7 +418,7 @@ def _without_diagonal(squares: Tensor) -> Tensor:
     return squares
 
 
-@pytest.mark.parametrize("units", [N, D, 1])
+@pytest.mark.parametrize("units", [4, D, 1])
 @pytest.mark.parametrize("case", ALIKE)
 def test_what_is_the_same_for_all_units_is_exact(case: str, units: int) -> None:
     assert_exact(ByPlace(ALIKE[case]), torch.randn(units, D))

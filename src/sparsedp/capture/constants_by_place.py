@@ -71,6 +71,8 @@ def meets_by_place(call: Call, placed: Placed, axis: UnitAxis | None, constants:
         if axis is not None and _leaves_units_out(call, axis):
             return True
         faced = _scattered(call, axis, constants)
+    elif call.name == "embedding_bag" and _weighs_by_place(call, constants):
+        return True
     else:
         faced = _facing(call, placed, axis, constants)
     return any(not constants.is_alike(tensor, at) for tensor, at in faced)
@@ -150,8 +152,19 @@ def _beside_weights(call: Call, tensor: Tensor, axis: UnitAxis) -> UnitAxis | No
     if call.name == "prelu" and tensor is call.argument(1, "weight"):
         return UnitAxis(0, axis.inner) if axis.dim == 1 else None
     if call.name == "embedding_bag" and tensor is call.argument(8, "per_sample_weights"):
-        return UnitAxis(0)
+        return UnitAxis(0, 1 if tensor.ndim == 2 else max(tensor.shape[0] // call.units, 1))
     return UnitAxis(0) if call.name.startswith("fractional_max_pool") else None  # where it begins, by image
+
+
+def _weighs_by_place(call: Call, constants: Constants) -> bool:
+    """Whether constant weights lie end to end in bags of unequal lengths: whose a weight is, goes by what comes before."""
+    weights, offsets = call.argument(8, "per_sample_weights"), call.argument(2, "offsets")
+    if not constants.is_constant(weights) or offsets is None or not weights.numel():
+        return False
+    length = weights.numel() // call.units
+    equal = torch.arange(call.units, device=offsets.device) * length
+    is_equal = weights.numel() == length * call.units and torch.equal(offsets[: call.units].long(), equal)
+    return not is_equal and not is_repeated(weights.detach(), 0)
 
 
 def _in_index(call: Call, axis: UnitAxis | None, constants: Constants) -> Faced:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from sparsedp._torch import functorch_interpreter
 from sparsedp.capture.constants_by_place import (
     are_joined_by_place,
     by_place_refused,
@@ -34,7 +35,7 @@ from sparsedp.capture.ops.lookups import OTHER_ORDER, moved_ids, public_ids
 from sparsedp.capture.ops.losses import LOSSES
 from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call, plain_name
 from sparsedp.capture.ops.shape import SHAPE_ONLY
-from sparsedp.capture.owned_rows import follow_rows, rows_made
+from sparsedp.capture.owned_rows import LOST, follow_rows, rows_made
 from sparsedp.capture.places import Origins
 from sparsedp.capture.tape import Tape
 from sparsedp.capture.tensors import CONSTANT, DRAWN, DRAWN_ALIKE, SHARED, Constant, Derived, KnownTensors, memory_of
@@ -179,7 +180,7 @@ class Results:
         except UnitsMixedError:
             if torch.is_grad_enabled():
                 raise
-            return UnitData(None)  # evaluation may mix units; training refuses what comes of it
+            return LOST  # evaluation may mix units; training refuses what comes of it
 
     # ------------------------------------------------------------------ constants by place in the batch
 
@@ -202,11 +203,11 @@ class Results:
     def require_constants_alike(self, name: str, args: tuple, kwargs: dict, out: Tensor, info: Info) -> None:
         """Raises if units of the result, of which `info` is known, met different parts of a constant by their place."""
         units = self._current.units
-        if units < 2 or not self._may_meet_constants(args, kwargs):
+        if units < 2 or not self._has_constants(args if not kwargs else (*args, *kwargs.values())):
             return
         is_sum = isinstance(info, Mixed) and plain_name(name) in (*LOSSES, "sequence_loss")
         axis = info.axis if isinstance(info, UnitData) else None
-        if axis is None and not is_sum:
+        if (axis is None and not is_sum) or functorch_interpreter() is not None:
             return
         placed = [
             (tensor, at) for tensor in operands_of(args, kwargs) if (at := self._known.known_axis(tensor)) is not None
@@ -215,37 +216,38 @@ class Results:
         if meets_by_place(call, placed, axis, self):
             raise self.by_place_refused(name)
 
-    def _may_meet_constants(self, args: tuple, kwargs: dict) -> bool:
-        """Whether there is anything but activations, and numbers, among the operands."""
-        entries = self._known.entries
-        for value in (*args, *kwargs.values()) if kwargs else args:
+    def _has_constants(self, values: tuple | list) -> bool:
+        """Whether there is anything but activations, parameters and numbers among the operands."""
+        entries, private = self._known.entries, self._known.private
+        for value in values:
             if isinstance(value, Tensor):
                 entry = entries.get(id(value))
-                if (entry is None or isinstance(entry[1], Constant)) and value.ndim:
+                if entry is None:
+                    if id(value) not in private or not torch.is_grad_enabled():
+                        return True
+                elif isinstance(entry[1], Constant):
                     return True
-            elif isinstance(value, (tuple, list)) and value and not isinstance(value[0], int):
+            elif isinstance(value, (tuple, list)) and (
+                self._has_constants(value) or (value and isinstance(value[-1], list))
+            ):
                 return True
         return False
 
     def by_place_refused(self, name: str) -> UnitsMixedError:
         return by_place_refused(name, self._current.where, self._state.taken_out)
 
-    def require_written_alike(self, target: Tensor, index: Any, value: Any, axis: UnitAxis) -> None:
-        """Raises if target[index] = value, with constants or activations, goes by the units' place in the batch."""
+    def is_written_alike(self, target: Tensor, index: Any, value: Any, axis: UnitAxis) -> bool:
+        """Whether target[index] = value, with constants or activations, is the same for all units, at `axis` of the target."""
         units = self._current.units
         has_units = any(map(self._known.is_data, operands_of((index,), {})))
         if self._known.is_data(value) or has_units:
-            alike = is_index_alike(target, index, axis, units, self)
-        else:
-            is_number = not isinstance(value, Tensor) or not self.is_constant(value)
-            alike = writes_alike(target, index, 1 if is_number else value, axis, units)
-        if not alike and torch.is_grad_enabled():
-            raise self.by_place_refused("setitem")
+            return is_index_alike(target, index, axis, units, self)
+        return writes_alike(target, index, value if self.is_constant(value) else 1, axis, units)
 
-    def require_parts_alike(self, name: str, args: tuple, kwargs: dict, part: Tensor) -> None:
-        """After constants were written into `part`, whose units are in no known place: raises if it has more of some units."""
+    def written_by_place(self, name: str, args: tuple, kwargs: dict, part: Tensor) -> Iterator[Tensor]:
+        """After constants were written into `part`: the activations with its memory of which it has more of some units."""
         known, units = self._known, self._current.units
-        if units < 2 or not torch.is_grad_enabled() or not part.numel():
+        if units < 2 or not part.numel():
             return
         memory = memory_of(part)
         given = operands_of(args[2:] if name == "setitem" else args, kwargs)
@@ -255,7 +257,7 @@ class Results:
             if axis is None or memory_of(whole) != memory:
                 continue
             if values is None or not is_part_alike(part, whole, axis, units, values):
-                raise self.by_place_refused(name)
+                yield whole
 
     def _of_one_unit(
         self, name: str, args: tuple, kwargs: dict, operands: list[tuple[Tensor, Info]], out: Tensor, info: Info
@@ -271,6 +273,19 @@ class Results:
         if info != UnitData(None) and not has_python and are_joined_by_place(recipes, self._current.units):
             raise self.by_place_refused(name)
         return info
+
+    def of_written_unit(self, name: str, args: tuple, kwargs: dict, before: OneUnit) -> OneUnit:
+        """Of data of one unit into which constants were written."""
+        return OneUnit(None, unit=before.unit, recipe=recipe_of(name, args, kwargs, self._recipe))
+
+    def note_written_unit(self, target: Tensor, info: OneUnit) -> None:
+        """After a write into data of one unit: what has the same memory was made otherwise from now on, too."""
+        memory = memory_of(target)
+        for tensor in self._known.tensors():
+            other = self._known.get(tensor)
+            if isinstance(other, OneUnit) and tensor is not target and memory_of(tensor) == memory:
+                recipe = None if None in (info.recipe, other.recipe) else hash((info.recipe, other.recipe))
+                self._known[tensor] = OneUnit(None, unit=other.unit, recipe=recipe)
 
     def _recipe(self, tensor: Tensor) -> int | None:
         info = self._known.get(tensor)

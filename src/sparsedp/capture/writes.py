@@ -19,7 +19,7 @@ from sparsedp.capture.owned_rows import is_shared_along
 from sparsedp.capture.results import Results
 from sparsedp.capture.tensors import Constant, Derived, KnownTensors, memory_of
 from sparsedp.capture.unit_memory import UnitMemory
-from sparsedp.capture.units import Info, Mixed, UnitAxis, UnitData
+from sparsedp.capture.units import Info, Mixed, OneUnit, UnitAxis, UnitData
 
 _OVERWRITING = {"copy_", "zero_", "fill_"}  # whatever was there before
 
@@ -70,7 +70,7 @@ class Writes:
         out = func(*args, **kwargs)
         if data:
             after = self._after(name, args, kwargs, target, before, data)
-            self._require_alike(name, args, kwargs, target, after, alike)
+            after = self._unless_by_place(name, args, kwargs, target, data, after, alike)
             self._known[target] = after
             if not _is_placed(after):
                 self._results.origins.note(target, name, data)
@@ -142,6 +142,8 @@ class Writes:
             return UnitData(None)  # resize_, set_ and the like
         if isinstance(before, UnitData) and (before.rows is not None or before.numbers is not None):
             return self._results.follow(plain_name(name), args, kwargs, data, target)
+        if isinstance(before, OneUnit) and not written:
+            return self._results.of_written_unit(name, args, kwargs, before)
         if isinstance(before, UnitData) and not written and name == "setitem":
             return before  # a constant was written
         if self._current.units == 1 and _is_placed(before) and all(_is_unit(self._known[tensor]) for tensor in written):
@@ -170,23 +172,36 @@ class Writes:
         units = self._current.units
         if kwargs.get("out") is target or name in _OVERWRITING or units < 2:
             return None
-        inner = {size // units for size in target.shape if size and size % units == 0}
+        inner = {1, *(size // units for size in target.shape if size and size % units == 0)}
         axes = [UnitAxis(dim, each) for dim in range(target.ndim) for each in inner]
         return [axis for axis in axes if axis.fits(target.shape, units) and is_same(target, axis, units)]
 
-    def _require_alike(
-        self, name: str, args: tuple, kwargs: dict, target: Tensor, after: Info, alike: list[UnitAxis] | None
-    ) -> None:
-        """Raises if constants that units met in a write go by their place in the batch; `alike`: those in the target."""
-        axis = after.axis if isinstance(after, UnitData) else None
-        if axis is None:
-            if _writes_constants(name, target, [target]):
-                self._results.require_parts_alike(name, args, kwargs, target)
-            return
-        if name == "setitem":
-            self._results.require_written_alike(target, args[1], args[2], axis)
-        if alike is not None and axis not in alike and torch.is_grad_enabled():
-            raise self._results.by_place_refused(name)
+    def _unless_by_place(
+        self, name: str, args: tuple, kwargs: dict, target: Tensor, data: list[Tensor], after: Info,
+        alike: list[UnitAxis] | None,
+    ) -> Info:  # fmt: skip
+        """`after`, unless units met constants by their place in the batch: refused, or without a place if no gradient passes.
+
+        `alike` is where the target had the same for all units before.
+        """
+        results = self._results
+        by_place: list[Tensor] = []
+        if isinstance(after, UnitData) and after.axis is not None:
+            is_same = alike is None or after.axis in alike
+            if not is_same or (
+                name == "setitem" and not results.is_written_alike(target, args[1], args[2], after.axis)
+            ):
+                by_place = [target]
+        elif _writes_constants(name, target, data):
+            by_place = list(results.written_by_place(name, args, kwargs, target))
+        if by_place and torch.is_grad_enabled():
+            raise results.by_place_refused(name)
+        for tensor in by_place:
+            results.origins.note(tensor, name, data)
+            self._known[tensor] = UnitData(None)
+        if isinstance(after, OneUnit):
+            results.note_written_unit(target, after)
+        return UnitData(None) if any(tensor is target for tensor in by_place) else after
 
     def _is_mask_of(self, tensor: Tensor, index: Any, before: Any) -> bool:
         """Whether it is the first part of an index, a mask, with its units where those of the indexed tensor are."""
