@@ -102,6 +102,11 @@ def put(target: Tensor, index: Any, value: Any) -> None:
     target[index] = value
 
 
+def put_into(target: Tensor, index: Any, value: Any) -> Tensor:
+    target[index] = value
+    return target
+
+
 def row_by_row(change: Callable[[int, Tensor], Tensor]) -> Forward:
     return lambda m, x: m.b(m.a(torch.stack([change(number, row) for number, row in enumerate(x)])))
 
@@ -174,6 +179,7 @@ BY_PLACE: dict[str, Forward] = {
     "written to some": changed(lambda h, x: put(h, slice(None, None, 2), 0.0)),
     "written to a part of some": changed(lambda h, x: put(h, (slice(3), slice(2)), 0.0)),
     "written by numbers": changed(lambda h, x: put(h, torch.tensor([0, 2, 4]), 0.0)),
+    "written by a mask that is drawn": changed(lambda h, x: put(h, (torch.rand(len(x), D) < 2)[:, 0], places(x))),
     "written by a mask": changed(lambda h, x: put(h, even(x)[:, 0], 0.0)),
     "written on a diagonal": changed(lambda h, x: put(h, (torch.arange(len(x)), columns(x)), 0.0)),
     "written from units, on a diagonal": changed(lambda h, x: put(h, (torch.arange(len(x)), columns(x)), x[:, 0])),
@@ -440,6 +446,13 @@ DRAWN: dict[str, Forward] = {
     "chances by position": lambda m, x: m.b(m.a(x) * torch.bernoulli(torch.linspace(0, 1, D).expand(len(x), -1))),
     "written": lambda m, x: m.b(m.a(x) * _with_drawn(torch.ones(len(x), D))),
     "rows of a frozen table": lambda m, x: m.b(m.a(x) * m.frozen(torch.randint(20, (len(x),)))),
+    "masked": lambda m, x: m.b(m.a(put_into(x.clone(), torch.rand_like(x.detach()) < 0.5, 0.0))),
+    "masked by numbers from the shape": lambda m, x: m.b(m.a(put_into(x.clone(), torch.rand(len(x), D) < 0.5, 0.0))),
+    "a mask of a mask": lambda m, x: m.b(m.a(x) * put_into(torch.ones(len(x), D), torch.rand(len(x), D) < 0.5, 0.0)),
+    "a column each": lambda m, x: m.b(m.a(put_into(x.clone(), (torch.arange(len(x)), torch.randint(D, (len(x),))), 0.0))),
+    "a column each, put": lambda m, x: m.b(
+        m.a(x.index_put((torch.arange(len(x)), torch.randint(D, (len(x),))), torch.zeros(())))
+    ),
     "noise in place": lambda m, x: m.b(m.a(x) + torch.zeros(len(x), D).normal_().clamp_(-1, 1)),
     "of the same mean": lambda m, x: m.b(m.a(x) * torch.normal(torch.ones(len(x), 1), 1.0)),
 }  # fmt: skip
@@ -449,6 +462,12 @@ def _with_drawn(constant: Tensor) -> Tensor:
     constant[:, 0] = torch.rand(len(constant))
     constant[:, 1].bernoulli_(0.5)
     return constant
+
+
+def test_ids_that_count_the_units_by_accident() -> None:
+    """They are each unit's own."""
+    module = ByPlace(lambda m, x: m.b(m.a(x) * m.frozen_weight[:2][x[:, 0].detach().long()]))
+    assert_exact(module, torch.tensor([[0.0, 1.0, 2.0], [1.0, 3.0, 1.0]]))
 
 
 @pytest.mark.parametrize("case", DRAWN)

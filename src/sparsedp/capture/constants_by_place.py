@@ -42,6 +42,9 @@ class Constants(Protocol):
     def is_alike(self, tensor: Tensor, axis: UnitAxis) -> bool:
         """Whether a constant is the same for all units, which would be at `axis` of it, or drawn by one law."""
 
+    def is_by_units(self, index: Any) -> bool:
+        """Whether what units decide, or what is drawn for each, has a part in an index."""
+
 
 def by_place_refused(name: str, where: Callable[[], str], taken_out: str = "") -> UnitsMixedError:
     """`taken_out` is the operation that made a Python value of units before, in the same pass."""
@@ -63,10 +66,10 @@ def meets_by_place(call: Call, placed: Placed, axis: UnitAxis | None, constants:
     if call.name == "getitem":
         faced = _in_index(call, axis, constants)
     elif call.name in PUTTING:
-        if not all(tensor is call.args[0] for tensor, _ in placed):
-            faced = _beside_counted(call, constants)
-        else:
+        has_units_beside = any(tensor is not call.args[0] for tensor, _ in placed)
+        if not has_units_beside and not constants.is_by_units(call.argument(1, "indices")):
             return not puts_alike(call, placed[0][1])
+        faced = _beside_counted(call, constants)
     elif call.name in _SCATTERING:
         if axis is not None and _leaves_units_out(call, axis):
             return True
@@ -176,15 +179,12 @@ def _in_index(call: Call, axis: UnitAxis | None, constants: Constants) -> Faced:
     if mask is not None:
         rows = UnitAxis(0, max(mask.shape[0] // call.units, 1))
         yield from ((tensor, rows) for tensor in (source, mask) if constants.is_constant(tensor))
-    elif counts_units(call):
-        if constants.is_constant(source):
-            yield source, UnitAxis(0)
-        yield from _columns(index, constants)
-
-
-def _columns(index: Any, constants: Constants) -> Faced:
-    """What stands beside numbers that count the units, for each unit."""
-    first, *others = index if isinstance(index, (tuple, list)) else (index,)
+        return
+    first, *others = index if isinstance(index, tuple) else (index,)
+    if not constants.is_constant(first) or not counts_units(call):  # ids of the units may count them by accident
+        return
+    if constants.is_constant(source):
+        yield source, UnitAxis(0)
     for item in others:
         if is_advanced(item) and (not isinstance(item, Tensor) or constants.is_constant(item)):
             column = torch.as_tensor(item)
@@ -267,13 +267,16 @@ def _is_same_written(
     return True
 
 
-def is_index_alike(target: Tensor, index: Any, axis: UnitAxis, units: int, constants: Constants) -> bool:
-    """Whether target[index] = activations, which have the units at `axis`, writes to the same places of all units."""
+def is_index_alike(target: Tensor, index: Any, value: Any, axis: UnitAxis, units: int, constants: Constants) -> bool:
+    """Whether target[index] = value, where units decide the one or the other, writes to the same places of all units."""
     if units < 2:
         return True
     call = Call("getitem", (target, index), {}, target, units)
     faced = _in_index(call, axis, constants)
-    return all(tensor is target or constants.is_alike(tensor, at) for tensor, at in faced)
+    is_same_value = not constants.is_constant(value) or value.ndim == 0 or is_repeated(value.detach(), 0)
+    return (is_same_value or not any(map(is_advanced, index if isinstance(index, tuple) else (index,)))) and all(
+        tensor is target or constants.is_alike(tensor, at) for tensor, at in faced
+    )
 
 
 _MAX_NUMBERED = 1 << 24  # elements of memory in which what is written to is marked

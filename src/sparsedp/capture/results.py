@@ -76,8 +76,9 @@ class Results:
         if name == "setitem":
             value = args[2] if self.is_constant(args[2]) else 1
             axes = [(UnitAxis(dim), size) for dim, size in enumerate(target.shape)]
-            written = {(axis, size) for axis, size in axes if not writes_alike(target, args[1], value, axis, size)}
-            kind = Constant(drawn=True, uneven=kind.uneven | written)
+            if not self.is_by_units(args[1]):  # a mask that is drawn has one law
+                written = {each for each in axes if not writes_alike(target, args[1], value, *each)}
+                kind = Constant(drawn=True, uneven=kind.uneven | written)
         whole = target if target._base is None else target._base
         if whole is not target and self.is_constant(whole):
             self._known[whole] = DRAWN
@@ -200,6 +201,11 @@ class Results:
             return (axis, self._current.units) not in info.uneven
         return is_same(tensor, axis, self._current.units)
 
+    def is_by_units(self, index: Any) -> bool:
+        """Whether what units decide, or what is drawn for each, has a part in an index."""
+        infos = [self._known.get(tensor) for tensor in operands_of((index,), {})]
+        return any(isinstance(info, (UnitData, Mixed)) or (isinstance(info, Constant) and info.drawn) for info in infos)
+
     def require_constants_alike(self, name: str, args: tuple, kwargs: dict, out: Tensor, info: Info) -> None:
         """Raises if units of the result, of which `info` is known, met different parts of a constant by their place."""
         units = self._current.units
@@ -209,12 +215,17 @@ class Results:
         axis = info.axis if isinstance(info, UnitData) else None
         if (axis is None and not is_sum) or functorch_interpreter() is not None:
             return
-        placed = [
-            (tensor, at) for tensor in operands_of(args, kwargs) if (at := self._known.known_axis(tensor)) is not None
-        ]
+        operands = operands_of(args, kwargs)
+        if any(self._known.rows(tensor) or self._are_numbers(tensor) for tensor in operands):
+            return  # rows with owners have rules of their own
+        placed = [(tensor, at) for tensor in operands if (at := self._known.known_axis(tensor)) is not None]
         call = Call(plain_name(name), args, kwargs, out, units, len(placed))
         if meets_by_place(call, placed, axis, self):
             raise self.by_place_refused(name)
+
+    def _are_numbers(self, tensor: Tensor) -> bool:
+        info = self._known.get(tensor)
+        return isinstance(info, UnitData) and info.numbers is not None
 
     def _has_constants(self, values: tuple | list) -> bool:
         """Whether there is anything but activations, parameters and numbers among the operands."""
@@ -228,7 +239,7 @@ class Results:
                 elif isinstance(entry[1], Constant):
                     return True
             elif isinstance(value, (tuple, list)) and (
-                self._has_constants(value) or (value and isinstance(value[-1], list))
+                self._has_constants(value) or any(isinstance(item, (list, np.ndarray)) for item in value)
             ):
                 return True
         return False
@@ -239,9 +250,8 @@ class Results:
     def is_written_alike(self, target: Tensor, index: Any, value: Any, axis: UnitAxis) -> bool:
         """Whether target[index] = value, with constants or activations, is the same for all units, at `axis` of the target."""
         units = self._current.units
-        has_units = any(map(self._known.is_data, operands_of((index,), {})))
-        if self._known.is_data(value) or has_units:
-            return is_index_alike(target, index, axis, units, self)
+        if self._known.is_data(value) or self.is_by_units(index):
+            return is_index_alike(target, index, value, axis, units, self)
         return writes_alike(target, index, value if self.is_constant(value) else 1, axis, units)
 
     def written_by_place(self, name: str, args: tuple, kwargs: dict, part: Tensor) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsedp._torch import functorch_interpreter
 from sparsedp.capture.constants_by_place import is_same
 from sparsedp.capture.expressions import Expression
 from sparsedp.capture.forward_pass import ForwardPass
@@ -170,7 +171,7 @@ class Writes:
     def _axes_alike(self, name: str, kwargs: dict, target: Tensor) -> list[UnitAxis] | None:
         """Where units may be in a constant that they are about to be written into, and find the same; None: anywhere."""
         units = self._current.units
-        if kwargs.get("out") is target or name in _OVERWRITING or units < 2:
+        if kwargs.get("out") is target or name in _OVERWRITING or units < 2 or functorch_interpreter() is not None:
             return None
         inner = {1, *(size // units for size in target.shape if size and size % units == 0)}
         axes = [UnitAxis(dim, each) for dim in range(target.ndim) for each in inner]
@@ -186,9 +187,11 @@ class Writes:
         """
         results = self._results
         by_place: list[Tensor] = []
+        if functorch_interpreter() is not None:
+            return after
         if isinstance(after, UnitData) and after.axis is not None:
-            is_same = alike is None or after.axis in alike
-            if not is_same or (
+            was_alike = alike is None or after.axis in alike
+            if not was_alike or (
                 name == "setitem" and not results.is_written_alike(target, args[1], args[2], after.axis)
             ):
                 by_place = [target]
