@@ -10,6 +10,7 @@ import torch
 import torch._dynamo  # torch imports it at the first draw, and frames that it keeps then would keep a graph
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import sparsedp
 from neighbours import CLIP, largest_influence
@@ -100,6 +101,12 @@ def added(target: Tensor, values: Tensor) -> None:
 
 def put(target: Tensor, index: Any, value: Any) -> None:
     target[index] = value
+
+
+def packed(sequences: Tensor, lengths: Tensor, is_sorted: bool = False) -> Tensor:
+    """Sums of the first steps."""
+    rows = pack_padded_sequence(sequences, lengths, batch_first=True, enforce_sorted=is_sorted)
+    return pad_packed_sequence(rows, batch_first=True, total_length=D)[0].sum(1)
 
 
 def put_into(target: Tensor, index: Any, value: Any) -> Tensor:
@@ -211,6 +218,7 @@ BY_PLACE: dict[str, Forward] = {
     ).tanh(),
     "einsum": lambda m, x: m.b(torch.einsum("bi,bi->bi", m.a(x), m.buffer[: len(x)])),
     "einsum with a parameter": lambda m, x: m.b(torch.einsum("bi,bi,i->bi", x, m.buffer[: len(x)], m.scale)),
+    "packed": lambda m, x: packed(m.a(x)[:, :, None] * m.scale, torch.arange(len(x), 0, -1).clamp(max=D), True),
     "gathered": lambda m, x: m.b(m.a(x).gather(1, (torch.arange(len(x))[:, None] + torch.arange(D)) % D)),
     "gathered from a constant": lambda m, x: m.b(m.a(x) * m.buffer[: len(x)].gather(1, ids_of(x))),
     "take_along_dim": lambda m, x: m.b(torch.take_along_dim(m.a(x), (places(x).long() + torch.arange(D)) % D, 1)),
@@ -324,7 +332,8 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
         ("are_joined_by_place", False),
     ):  # fmt: skip
         monkeypatch.setattr(f"{results}.{name}", lambda *_, answer=answer: answer)
-    monkeypatch.setattr(f"{writes}.is_same", lambda *_: True)
+    for module in (results, writes):
+        monkeypatch.setattr(f"{module}.is_same", lambda *_: True)
 
 
 @pytest.mark.parametrize("case", BY_PLACE)
@@ -412,6 +421,9 @@ ALIKE: dict[str, Forward] = {
     "bags of weights end to end": lambda m, x: m.b(
         m.a(x) + m.bag(ids_of(x).flatten(), torch.arange(len(x)) * D, torch.arange(D).to(x).repeat(len(x)))
     ),
+    "all of them, by number": lambda m, x: m.b(m.a(x).index_select(0, torch.arange(len(x)))),
+    "packed": lambda m, x: packed(m.a(x)[:, :, None] * m.scale, torch.full((len(x),), 2)),
+    "packed by units": lambda m, x: packed(m.a(x)[:, :, None] * m.scale, (x > 0).sum(1).clamp(1)),
     "row by row, written": row_by_row(lambda number, row: written_row(row, 1, 2.0)),
     "row by row": row_by_row(lambda number, row: row * 2 + torch.full((), 3.0).to(row)),
     "row by row, of two tensors": lambda m, x: m.b(m.a(torch.stack([a * b[0] for a, b in zip(x, x.sin())]))),
@@ -479,6 +491,33 @@ def test_elements_by_place_in_memory_have_no_known_units() -> None:
     forward = lambda m, x: m.a(x).as_strided((len(x), 1), (D + 1, 1)) * 1  # noqa: E731  the diagonal
     with pytest.raises(UnitsMixedError, match="in a place that is not known"):
         capture_uses(ByPlace(forward), [torch.randn(D, D)])
+
+
+@pytest.mark.parametrize("diagonal", [
+    lambda m, h: torch.einsum("bb->b", h),
+    lambda m, h: torch.einsum("bb,bi->b", h, m.frozen_weight[:1].expand(len(h), -1)),
+    lambda m, h: torch.einsum("bb,i->bi", h, m.scale),
+])  # fmt: skip
+def test_diagonals_are_refused(diagonal: Callable[[Any, Tensor], Tensor]) -> None:
+    """As wide as there are units, by accident: place b in the batch would pick element b."""
+    forward = lambda m, x: diagonal(m, m.a(x)[:, :1] * torch.arange(len(x)))  # noqa: E731
+    with pytest.raises((UnitsMixedError, UnsupportedError), match=r"combines the units|diagonal"):
+        capture_uses(ByPlace(forward), inputs())
+
+
+class ByPlaceBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.arange(len(grad))[:, None]
+
+
+def test_gradients_by_place_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="does not keep units apart"):
+        capture_uses(ByPlace(lambda m, x: m.b(ByPlaceBackwards.apply(m.a(x)))), inputs())
 
 
 def test_evaluation_may_do_it() -> None:

@@ -105,7 +105,7 @@ def _facing(call: Call, placed: Placed, axis: UnitAxis | None, constants: Consta
             continue
         if axis is None:
             yield from ((tensor, at) for at in _in_loss(call, tensor, placed))
-        elif call.name in JOINT:
+        elif call.name in JOINT and call.name != "index_select":  # whose constants say which rows, not what meets them
             yield from ((tensor, at) for at in _by_rule(call, view, axis))
         elif (beside := _beside_weights(call, tensor, axis)) is not None:
             yield tensor, beside

@@ -152,6 +152,8 @@ class Results:
             return
         if func in OTHER_ORDER:
             name = f"torch.{name}"  # for which there is no rule
+        if name == "_pack_padded_sequence":
+            self._require_lengths_alike(name, args[1])
         made = rows_made(name, args, kwargs, outputs, known.info, self._current.units)
         for number, tensor in enumerate(outputs):
             info = made[number] if made is not None else self.follow(name, args, kwargs, data, tensor)
@@ -243,6 +245,12 @@ class Results:
             ):
                 return True
         return False
+
+    def _require_lengths_alike(self, name: str, lengths: Tensor) -> None:
+        """Raises if lengths of sequences are constants by place; Python numbers out of the units may be the units' own."""
+        is_by_place = self.is_constant(lengths) and not is_same(lengths, UnitAxis(0), self._current.units)
+        if is_by_place and not self._state.taken_out and torch.is_grad_enabled():
+            raise self.by_place_refused(name)
 
     def by_place_refused(self, name: str) -> UnitsMixedError:
         return by_place_refused(name, self._current.where, self._state.taken_out)
