@@ -493,6 +493,28 @@ def test_elements_by_place_in_memory_have_no_known_units() -> None:
         capture_uses(ByPlace(forward), [torch.randn(D, D)])
 
 
+def routed(meet: Callable[[Any, Tensor], Tensor]) -> Forward:
+    """Rows that a mask of the units picks, with a parameter."""
+
+    def forward(m: Any, x: Tensor) -> Tensor:
+        h, mask = m.a(x), x[:, 0] > 0
+        out = torch.zeros_like(h)
+        out[mask] = meet(m, h[mask])
+        return m.b(out)
+
+    return forward
+
+
+def test_rows_that_units_pick_meet_the_same() -> None:
+    assert_exact(ByPlace(routed(lambda m, rows: torch.addcmul(rows, m.scale, torch.ones_like(m.scale)))), *inputs())
+    for meet in (
+        lambda m, rows: torch.addcmul(rows, m.scale, places(rows)),
+        lambda m, rows: torch.where(even(rows), rows, m.scale),
+    ):
+        with pytest.raises(UnitsMixedError, match="its place in the batch decides"):
+            capture_uses(ByPlace(routed(meet)), [torch.randn(N, D).abs()])
+
+
 @pytest.mark.parametrize("diagonal", [
     lambda m, h: torch.einsum("bb->b", h),
     lambda m, h: torch.einsum("bb,bi->b", h, m.frozen_weight[:1].expand(len(h), -1)),

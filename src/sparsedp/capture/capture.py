@@ -477,7 +477,7 @@ class Capture:
         seen = by_rows(self, self._known, name, args, kwargs)
         out = run_use(self if seen is None else seen, name, func, args, kwargs, expressions)
         if isinstance(out, Tensor):
-            self._results.require_constants_alike(name, args, kwargs, out, self._known.get(out))
+            self._results.require_used_alike(name, args, kwargs, out)
         if self._tape.records == before:
             raise self.refuse(
                 name, ", ".join(e.names for e in expressions), "its rule keeps no use of the parameter", "report it"

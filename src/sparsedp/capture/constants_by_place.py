@@ -39,7 +39,7 @@ class Constants(Protocol):
     def is_constant(self, tensor: Any) -> bool:
         """Whether it is one that may differ from unit to unit: not one that is drawn by the same law for each."""
 
-    def is_alike(self, tensor: Tensor, axis: UnitAxis) -> bool:
+    def is_alike(self, tensor: Tensor, axis: UnitAxis, units: int) -> bool:
         """Whether a constant is the same for all units, which would be at `axis` of it, or drawn by one law."""
 
     def is_by_units(self, index: Any) -> bool:
@@ -78,7 +78,7 @@ def meets_by_place(call: Call, placed: Placed, axis: UnitAxis | None, constants:
         return True
     else:
         faced = _facing(call, placed, axis, constants)
-    return any(not constants.is_alike(tensor, at) for tensor, at in faced)
+    return any(not constants.is_alike(tensor, at, call.units) for tensor, at in faced)
 
 
 def is_same(tensor: Tensor, axis: UnitAxis, units: int) -> bool:
@@ -275,7 +275,7 @@ def is_index_alike(target: Tensor, index: Any, value: Any, axis: UnitAxis, units
     faced = _in_index(call, axis, constants)
     is_same_value = not constants.is_constant(value) or value.ndim == 0 or is_repeated(value.detach(), 0)
     return (is_same_value or not any(map(is_advanced, index if isinstance(index, tuple) else (index,)))) and all(
-        tensor is target or constants.is_alike(tensor, at) for tensor, at in faced
+        tensor is target or constants.is_alike(tensor, at, units) for tensor, at in faced
     )
 
 

@@ -196,12 +196,12 @@ class Results:
         is_parameter = torch.is_grad_enabled() and self._known.expression(tensor) is not None
         return (info is None or isinstance(info, Constant)) and not is_even and not is_parameter
 
-    def is_alike(self, tensor: Tensor, axis: UnitAxis) -> bool:
+    def is_alike(self, tensor: Tensor, axis: UnitAxis, units: int) -> bool:
         """Whether a constant is the same for all units, which would be at `axis` of it, or drawn by one law."""
         info = self._known.get(tensor)
         if isinstance(info, Constant) and info.drawn:
-            return (axis, self._current.units) not in info.uneven
-        return is_same(tensor, axis, self._current.units)
+            return (axis, units) not in info.uneven
+        return is_same(tensor, axis, units)
 
     def is_by_units(self, index: Any) -> bool:
         """Whether what units decide, or what is drawn for each, has a part in an index."""
@@ -223,6 +223,17 @@ class Results:
         placed = [(tensor, at) for tensor in operands if (at := self._known.known_axis(tensor)) is not None]
         call = Call(plain_name(name), args, kwargs, out, units, len(placed))
         if meets_by_place(call, placed, axis, self):
+            raise self.by_place_refused(name)
+
+    def require_used_alike(self, name: str, args: tuple, kwargs: dict, out: Tensor) -> None:
+        """The same for a use of parameters; rows with owners, which meet them, stand for units."""
+        info = self._known.get(out)
+        rows = info.rows if isinstance(info, UnitData) else None
+        if rows is None:
+            self.require_constants_alike(name, args, kwargs, out, info)
+            return
+        call = Call(plain_name(name), args, kwargs, out, len(rows.owners.units))
+        if self._current.units > 1 and meets_by_place(call, [], UnitAxis(rows.dim), self):
             raise self.by_place_refused(name)
 
     def _are_numbers(self, tensor: Tensor) -> bool:
