@@ -217,7 +217,8 @@ def move_rows(table: Tensor, rows: Tensor, values: Tensor, step: float) -> None:
 def rows_beyond(table: Tensor, rows: Tensor, limit: float) -> Tensor:
     """Which of some rows hold a number whose magnitude is `limit` or more, bool (n,)."""
     if compiled(table, rows) and table.is_contiguous():
-        return torch.from_numpy(_rows_beyond(table.numpy().reshape(len(table), -1), rows.numpy(), limit))
+        flat = table.numpy().reshape(len(table), -1)
+        return torch.from_numpy(_rows_beyond(flat, rows.numpy(), flat.dtype.type(limit)))
     return (table[rows].abs() >= limit).flatten(1).any(1)
 
 
@@ -428,10 +429,10 @@ def _rows_beyond(table: np.ndarray, rows: np.ndarray, limit: float) -> np.ndarra
     beyond = np.empty(len(rows), np.bool_)
     for i in range(len(rows)):
         row = table[rows[i]]
-        largest = np.float64(0.0)
+        count = 0  # of all: the compiler makes vectors of it, as it does not of a loop that ends early
         for j in range(len(row)):
-            largest = max(largest, np.float64(abs(row[j])))
-        beyond[i] = largest >= limit
+            count += abs(row[j]) >= limit
+        beyond[i] = count > 0
     return beyond
 
 

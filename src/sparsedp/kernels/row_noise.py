@@ -120,6 +120,26 @@ def move_pairs(
     )  # fmt: skip
 
 
+def move_rows(
+    table: np.ndarray, places: np.ndarray, factor: float, std: float, values: np.ndarray, step: float, grid: float,
+    key: np.ndarray, rows: np.ndarray | None = None,
+) -> None:  # fmt: skip
+    """table[places[i]], of (any, dim), becomes factor table[places[i]] + std z + step values[i], out of exact numbers.
+
+    z is what `fill_rows` draws for the row; all is computed in float64. The result is rounded as `add_rows` rounds: over the
+    grid, a power of two, to the table's type, and then to an integer. `values` are (n, dim); `places` and `rows` are as there.
+    """
+    check_out(table, 2, key)
+    check_grid(grid, table)
+    places = _checked_rows(places, len(table))
+    rows = _numbers(rows, places)
+    if values.shape != (len(rows), table.shape[1]):
+        raise SparseDPError(f"values must be {(len(rows), table.shape[1])}, not {values.shape}.")
+    flat, kind = np.ascontiguousarray(values, table.dtype).reshape(-1), table.dtype.type
+    in_steps = (factor / grid, std / grid, step / grid)
+    _move_rows(table.reshape(-1), table.shape[1], places, rows, flat, *in_steps, kind(grid), key)
+
+
 def _checked_rows(rows: np.ndarray, count: int | None = None) -> np.ndarray:
     """As int64, in a table of `count` rows."""
     rows = np.asarray(rows)
@@ -223,6 +243,41 @@ def _add_rows(
                         mean = kept * out[at + k]
                         out[at + k] = grid * np.rint(fma(scale * radii[source + k], points[angle + k], mean))
                 at += uint64(half)
+            block += 1
+            if block == blocks:
+                i, block = i + 1, 0
+
+
+@njit(cache=True, nogil=True)
+def _move_rows(
+    out: np.ndarray, dim: int, places: np.ndarray, rows: np.ndarray, values: np.ndarray, factor: float, std: float,
+    step: float, grid: float, key: np.ndarray,
+) -> None:  # fmt: skip
+    """`factor`, `std` and `step` are in units of the grid."""
+    start, words, radii, points = working_memory(key, out)
+    moved = np.empty(WORDS, np.uint32)
+    half, second = len(radii) // LANES, len(radii)
+    width = 2 * half
+    blocks, drawn = (dim + width - 1) // width, min(half, dim)
+    steps = np.empty(half, out.dtype)  # over the grid, in the type of the table
+    i = block = 0
+    for begin in range(0, len(rows) * blocks, LANES):
+        used = _place(start, rows, blocks, begin)
+        _draw_rows(radii, points, words, moved, start, drawn)
+        for lane in range(used):
+            for side in range(2):
+                column = block * width + side * half
+                if column >= dim:
+                    break
+                end = min(dim, column + half)
+                target = out[places[i] * dim + column : places[i] * dim + end]
+                source, angle = radii[lane * drawn :], points[side * second + lane * drawn :]
+                added = values[i * dim + column : i * dim + end]
+                for k in range(len(target)):
+                    noise = std * (float64(source[k]) * float64(angle[k]))
+                    steps[k] = factor * float64(target[k]) + noise + step * float64(added[k])
+                for k in range(len(target)):
+                    target[k] = grid * np.rint(steps[k])
             block += 1
             if block == blocks:
                 i, block = i + 1, 0

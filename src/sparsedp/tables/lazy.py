@@ -411,21 +411,22 @@ class LazyOwner(Owner):
         """
         if self._std > 0:
             grid = self._grids(group)[0]
-            together = loops.rows_beyond(weight, rows, 2 * grid / torch.finfo(weight.dtype).eps)
-            if bool(together.any()):
-                step, now, chosen = group.coefficients, group.first + group.pending.steps, rows[together]
+            beyond = loops.rows_beyond(weight, rows, 2 * grid / torch.finfo(weight.dtype).eps)
+            together, apart = beyond.nonzero()[:, 0], (~beyond).nonzero()[:, 0]
+            if len(together):
+                step, now = group.coefficients, group.first + group.pending.steps
+                chosen, sums = rows.index_select(0, together), values.index_select(0, together)
                 with self._moving():
                     claimed = loops.claim(table.since, chosen, group.pending.steps)
                     assert claimed is not None and len(claimed[0]) == len(chosen), "rows must be settled before a step"
-                    key, shift = self._key().child(_TOUCHED, table.index, now), values[together] / self._std
-                    std, start = self._std * step.gw, table.owned.start
+                    key, std = self._key().child(_TOUCHED, table.index, now), self._std * step.gw
                     on_all_cores(
                         lambda part: move_rows_by_noise(
-                            key, weight, chosen[part], step.ww, std, grid, shift[part], start
+                            key, weight, chosen[part], step.ww, std, sums[part], step.gw, grid, table.owned.start
                         ),
                         split(len(chosen), table.width // _SHARED),
                     )
-                rows, values = rows[~together], values[~together]
+                rows, values = rows.index_select(0, apart), values.index_select(0, apart)
         pulled = group.coefficients.pull_back()
         assert pulled is not None  # `begin` refuses it
         loops.move_rows(weight, rows, values, pulled)
