@@ -169,7 +169,7 @@ def test_refusals() -> None:
         BiasReducedSGD(rows=10, columns=2, accounting="filter", **COMMON)
     for change in (
         {"epsilon": 0.0},
-        {"delta": 0.0},
+        {"delta": 0.0, "mean": "gaussian"},
         {"bound": -1.0},
         {"sparsity": 0.5},
         {"iterate": "last"},

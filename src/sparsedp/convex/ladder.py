@@ -12,6 +12,10 @@ the estimate telescopes exactly.
 "filter", the paper's: B has exactly 2^(N+1) rows, each of the four means is (epsilon/32, delta/16)-DP by the classical Gaussian
 mechanism, sampling amplifies a step's cost to a_t (epsilon, delta) with a_t = (3 2^(N+1) + 1) / (16 n), and steps are taken until
 the filter of Whitehouse et al. (2023) is half full; the last step fits into the other half.
+
+delta = 0, by composition: the sums get Laplace noise of scale b times their l1 sensitivity. B and one of O and E move, so that
+the triplet is (2/b)-DP and the single row (1/b)-DP; a Poisson sample of rate q makes ln(1 + q (e^epsilon - 1)) of epsilon, and
+the steps add up.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import scipy.optimize
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
 from sparsedp.accounting import Ledger, calibrate
@@ -91,6 +96,27 @@ def single_event(ladder: Ladder, noise_multiplier: float) -> PoissonSampledDpEve
 def composition_multiplier(ladder: Ladder, rungs: np.ndarray, epsilon: float, delta: float) -> float:
     """The least sigma, to 0.1 %, with which these rungs are within budget: noise on sums has deviation sigma L."""
     return calibrate(lambda sigma: composition_ledger(ladder, rungs, sigma), epsilon, delta)
+
+
+def pure_epsilon(ladder: Ladder, rungs: np.ndarray, noise_multiplier: float) -> float:
+    """The epsilon of a run with these rungs at delta = 0; `noise_multiplier` is b, the scale over the l1 sensitivity."""
+
+    def sampled(size: int, epsilon: float) -> float:
+        rate = size / ladder.rows
+        if epsilon > 30:  # e^epsilon may overflow
+            return epsilon + math.log(rate + (1 - rate) * math.exp(-epsilon))
+        return math.log1p(rate * math.expm1(epsilon))
+
+    triplets = (count * sampled(ladder.size(k), 2 / noise_multiplier) for k, count in Counter(rungs.tolist()).items())
+    return sum(triplets) + len(rungs) * sampled(1, 1 / noise_multiplier)
+
+
+def pure_multiplier(ladder: Ladder, rungs: np.ndarray, epsilon: float) -> float:
+    """The least b, to a millionth, with which these rungs are epsilon-DP."""
+    # Sampling makes no epsilon larger: b = 3 T / epsilon is always enough. Below 2 / (epsilon + ln n) one triplet costs too much.
+    low, high = 2 / (epsilon + math.log(ladder.rows)), 3.01 * len(rungs) / epsilon
+    least = scipy.optimize.brentq(lambda b: pure_epsilon(ladder, rungs, b) - epsilon, low, max(high, 2 * low))
+    return float(least) * (1 + 1e-6)
 
 
 def filter_rungs(ladder: Ladder, epsilon: float, delta: float, generator: CipherGenerator) -> np.ndarray:
