@@ -45,9 +45,15 @@ def main() -> None:
     )
     parser.add_argument("--data", nargs="+", default=["sst2", "criteo", "generated"])
     parser.add_argument("--epsilon", nargs="+", type=float, default=[0.5, 1.0, 4.0])
-    parser.add_argument("--methods", nargs="+", default=["sgd", "output", "pure"], help="pure: delta = 0")
+    parser.add_argument(
+        "--methods", nargs="*", default=["not_private", "sgd", "output", "pure"], help="pure: delta = 0"
+    )
+    parser.add_argument("--norms", nargs="+", type=float, default=GRID, help="values of model_norm, 20 among them")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--peer-python")
+    parser.add_argument(
+        "--peer-c", nargs="+", default=PEER_GRID, help="values of diffprivlib's C, of which 1.0 is its default"
+    )
     parser.add_argument("--json", help="a file for the numbers")
     parser.add_argument("--page", help="a file with numbers, to be shown as a table")
     arguments = parser.parse_args()
@@ -66,22 +72,25 @@ def main() -> None:
         data = load(name)
         n, d = data.train.shape
         print(f"{name}: {n:,} rows, {d:,} columns, {data.train.nnz / n:.3g} non-zeros a row")
-        keep({"data": name, "who": "not private", **_summary([_not_private(data)])})
+        if "not_private" in arguments.methods:
+            keep({"data": name, "who": "not private", **_summary([_not_private(data)])})
         for epsilon in arguments.epsilon:
-            for method in arguments.methods:
-                runs = {c: [_ours(name, data, epsilon, method, c) for _ in range(arguments.repeats)] for c in GRID}
+            for method in [method for method in arguments.methods if method != "not_private"]:
+                repeats = range(arguments.repeats)
+                runs = {c: [_ours(name, data, epsilon, method, c) for _ in repeats] for c in arguments.norms}
                 for result in _chosen(runs, DEFAULT):
                     keep({"data": name, "epsilon": epsilon, "who": f"sparsedp, {method}", **result})
             if arguments.peer_python:
-                for result in _chosen(_peer(data, epsilon, arguments.peer_python, arguments.repeats), PEER_DEFAULT):
+                peers = _peer(data, epsilon, arguments.peer_python, arguments.peer_c, arguments.repeats)
+                for result in _chosen(peers, PEER_DEFAULT):
                     keep({"data": name, "epsilon": epsilon, "who": "diffprivlib", **result})
 
 
 def _chosen(runs: dict[Any, list[Run]], default: Any) -> list[dict[str, Any]]:
-    """The default's numbers, and those of the setting with the best mean AUC on the public rows."""
+    """The default's numbers, if it was run, and those of the setting with the best mean AUC on the public rows."""
     best = max(runs, key=lambda setting: mean(run["valid_auc"] for run in runs[setting]))
-    settings = {"default": default, "chosen": best}
-    return [{"setting": kind, "value": float(value), **_summary(runs[value])} for kind, value in settings.items()]
+    settings = ([("default", default)] if default in runs else []) + [("chosen", best)]
+    return [{"setting": kind, "value": float(value), **_summary(runs[value])} for kind, value in settings]
 
 
 def _summary(runs: list[Run]) -> dict[str, Any]:
@@ -150,12 +159,12 @@ def _ours(name: str, data: Labelled, epsilon: float, method: str, model_norm: fl
     return _scored(data, model.decision_function, time.perf_counter() - begin)
 
 
-def _peer(data: Labelled, epsilon: float, python: str, repeats: int) -> dict[str, list[Run]]:
+def _peer(data: Labelled, epsilon: float, python: str, grid: list[str], repeats: int) -> dict[str, list[Run]]:
     with tempfile.TemporaryDirectory() as folder:
         for name, rows in (("train", data.train), ("valid", data.valid), ("test", data.test)):
             save_npz(f"{folder}/{name}.npz", rows)
         np.save(f"{folder}/labels.npy", data.labels)
-        command = [python, str(PEER), folder, str(epsilon), str(repeats), *PEER_GRID]
+        command = [python, str(PEER), folder, str(epsilon), str(repeats), *grid]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         seconds = iter(json.loads(done.stdout))
         return {
@@ -163,7 +172,7 @@ def _peer(data: Labelled, epsilon: float, python: str, repeats: int) -> dict[str
                 _run(data, *(np.load(f"{folder}/{part}-{c}-{i}.npy") for part in ("valid", "test")), next(seconds))
                 for i in range(repeats)
             ]
-            for c in PEER_GRID
+            for c in grid
         }
 
 

@@ -41,7 +41,7 @@ from sparsedp.convex.projections import project
 from sparsedp.convex.release import Neighbours, Releases, require_choice
 from sparsedp.convex.rows import RowBounds
 from sparsedp.convex.statement import ReleaseStatement, make_statement
-from sparsedp.errors import ConfigError, NonFiniteGradientError, UnsupportedError
+from sparsedp.errors import ConfigError, DataError, NonFiniteGradientError, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.noise import RandomKey
 from sparsedp.plan import require_delta
@@ -339,7 +339,10 @@ def linear_gradients(loss: Loss, rows: csr_array, targets: np.ndarray) -> RowGra
 
     Targets (n, k) are those of k models, whose weights follow one another in w (k d,), as their gradients do.
     """
-    rows, targets = csr_array(rows), targets.reshape(len(targets), -1)
+    rows, targets = csr_array(rows), np.asarray(targets, np.float64)
+    if targets.ndim not in (1, 2) or len(targets) != rows.shape[0]:
+        raise DataError(f"There are {rows.shape[0]} rows: targets must be (n,) or (n, k), not {targets.shape}.")
+    targets = targets.reshape(len(targets), -1)
     models = targets.shape[1]
 
     def gradients(w: np.ndarray, batch: np.ndarray) -> csr_array:

@@ -50,8 +50,10 @@ class BoostPlan:
 
 def plan_boost(solver: BiasReducedSGD, failure: float = 0.05) -> BoostPlan:
     """Noise for repeated runs of the solver within its budget; all fail with probability `failure` at most (beta)."""
-    if solver.accounting != "composition":
-        raise ConfigError("Boosting needs accounting='composition': all runs must have the same rungs.")
+    if solver.accounting != "composition" or solver.pure:
+        raise ConfigError(
+            "Boosting needs accounting='composition', so that all runs have the same rungs, and a delta above 0."
+        )
     beta = require_number("failure", failure, low=0.0, high=1.0, low_open=True, high_open=True)
     stop = min(0.5, 0.75 * beta)
     epsilon, delta = solver.epsilon, solver.delta

@@ -119,20 +119,47 @@ def pure_multiplier(ladder: Ladder, rungs: np.ndarray, epsilon: float) -> float:
     return float(least) * (1 + 1e-6)
 
 
+@dataclass
+class Filter:
+    """How full the paper's filter is: theorem A.4 (Whitehouse et al. 2023) with delta / 4 for its two parts each.
+
+    The steps' epsilons a_t epsilon cost sqrt(2 ln(4/delta) sum (a_t epsilon)^2) + sum (a_t epsilon)^2 / 2 together: what zCDP of
+    sum (a_t epsilon)^2 / 2 is at delta / 4.
+    """
+
+    ladder: Ladder
+    epsilon: float
+    delta: float
+    linear: float = 0.0  # the sum of a_t, of delta
+    squares: float = 0.0  # that of a_t^2
+
+    @property
+    def spent(self) -> float:
+        """The share of epsilon that is spent."""
+        return math.sqrt(2 * math.log(4 / self.delta) * self.squares) + self.epsilon / 2 * self.squares
+
+    @property
+    def admits_a_step(self) -> bool:
+        """Whether it is at most half full: whatever the next step costs then fits into the other half."""
+        return self.spent <= 0.5 and self.linear <= 0.25
+
+    def take(self, rung: int) -> None:
+        price = self.ladder.price(rung)
+        self.linear, self.squares = self.linear + price, self.squares + price**2
+
+
 def filter_rungs(ladder: Ladder, epsilon: float, delta: float, generator: CipherGenerator) -> np.ndarray:
     """The rungs of a run by the paper's filter, int64 (T,): steps are taken while it is at most half full before them."""
     if epsilon > _AMPLIFIED:
         raise ConfigError(f"accounting='filter' holds for epsilon up to {_AMPLIFIED:g}, not for {epsilon:g}.")
     rungs: list[int] = []
-    linear = squares = 0.0
+    budget = Filter(ladder, epsilon, delta)
     while True:
         for rung in ladder.draw(generator, _DRAWN).tolist():
-            spent = math.sqrt(2 * math.log(4 / delta) * squares) + epsilon / 2 * squares
-            if spent > 0.5 or linear > 0.25:
+            if not budget.admits_a_step:
                 return np.array(rungs, np.int64)
             rungs.append(rung)
-            price = ladder.price(rung)
-            linear, squares = linear + price, squares + price**2
+            budget.take(rung)
 
 
 def filter_multiplier(epsilon: float, delta: float) -> float:
