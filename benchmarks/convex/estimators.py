@@ -167,13 +167,12 @@ def _peer(data: Labelled, epsilon: float, python: str, grid: list[str], repeats:
         command = [python, str(PEER), folder, str(epsilon), str(repeats), *grid]
         done = subprocess.run(command, check=True, capture_output=True, text=True)
         seconds = iter(json.loads(done.stdout))
-        return {
-            c: [
-                _run(data, *(np.load(f"{folder}/{part}-{c}-{i}.npy") for part in ("valid", "test")), next(seconds))
-                for i in range(repeats)
-            ]
-            for c in grid
-        }
+
+        def run(c: str, repeat: int) -> Run:
+            valid, test = (np.load(f"{folder}/{part}-{c}-{repeat}.npy") for part in ("valid", "test"))
+            return _run(data, valid, test, next(seconds))
+
+        return {c: [run(c, repeat) for repeat in range(repeats)] for c in grid}
 
 
 if __name__ == "__main__":

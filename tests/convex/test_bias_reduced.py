@@ -144,15 +144,19 @@ def test_runs_share_no_noise() -> None:
 def test_learns_with_a_large_budget(iterate) -> None:
     rows = sparse_rows(500, 6, 2)
     labels = planted_labels(rows)
-    solver = BiasReducedSGD(
-        epsilon=1000.0, delta=1e-5, bound=1.0, sparsity=2.0, rows=500, columns=6, steps=400, step_size=0.1,
-        feasible=L2Ball(5.0), iterate=iterate, seed=0,
-    )  # fmt: skip
-    result = solver.minimise(linear_gradients(Logistic(), rows, labels))
-    # 0.824 is the best that a linear model has: a tenth of the labels is wrong, and a tenth of the rows are empty. The mean of the
-    # iterates comes near. A random one is a single noisy step further on or less far, and may be an early one.
-    assert ((rows @ result.weights > 0) == (labels > 0)).mean() > (0.78 if iterate == "mean" else 0.7)
-    assert np.linalg.norm(result.weights) <= 5.0 + 1e-9
+    accuracies = []
+    for seed in range(1 if iterate == "mean" else 3):
+        solver = BiasReducedSGD(
+            epsilon=1000.0, delta=1e-5, bound=1.0, sparsity=2.0, rows=500, columns=6, steps=400, step_size=0.3,
+            feasible=L2Ball(5.0), iterate=iterate, seed=seed,
+        )  # fmt: skip
+        weights = solver.minimise(linear_gradients(Logistic(), rows, labels)).weights
+        accuracies.append(((rows @ weights > 0) == (labels > 0)).mean())
+        assert np.linalg.norm(weights) <= 5.0 + 1e-9
+    # 0.824 is the best that a linear model has: a tenth of the labels is wrong, and a tenth of the rows is empty. The mean of the
+    # iterates comes near it. One iterate has the noise of its last steps, which does not fall with their number: with this step size
+    # single ones have 0.69 to 0.82, so that the mean of several is compared.
+    assert np.mean(accuracies) > (0.78 if iterate == "mean" else 0.72)
 
 
 def test_functions_have_the_same_gradients() -> None:

@@ -18,18 +18,19 @@ from sparsedp.convex.release import Releases  # noqa: E402
 
 ESTIMATORS = [LogisticRegression, LinearSVC, Ridge]
 METHODS = ["output", "sgd", "bias_reduced"]
-# Checks of scikit-learn's that a method cannot pass.
-LEFT_OUT: dict[str, set[str]] = {"output": set(), "sgd": set(), "bias_reduced": set()}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method",
+    ["output", "sgd", pytest.param("bias_reduced", marks=pytest.mark.slow)],  # hundreds of steps a fit
+)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 @pytest.mark.filterwarnings("ignore::sparsedp.SparseDPWarning")
 def test_scikit_learns_checks(estimator, method) -> None:
     # The estimators' tags say that scores on a few hundred rows are poor: that is noise for epsilon = 1.
     results = check_estimator(estimator(method=method, steps=20), on_fail=None, on_skip=None)
-    failed = {result["check_name"] for result in results if result["status"] == "failed"}
-    assert failed == LEFT_OUT[method]
+    failed = [(result["check_name"], result["exception"]) for result in results if result["status"] == "failed"]
+    assert failed == []  # none is left out
     assert sum(result["status"] == "passed" for result in results) >= 45
 
 
@@ -71,7 +72,9 @@ def test_several_classes_by_every_method(method) -> None:
         model = estimator(epsilon=1000.0, delta=1e-5, method=method, model_norm=5.0, random_state=0).fit(X, y)
         assert model.coef_.shape == (3, 3) and model.intercept_.shape == (3,) and model.method_ == method
         assert (model.coef_.argmax(axis=0) == np.arange(3)).all()
-        assert model.score(X, y) > 0.8
+        assert model.score(X, y) > (
+            0.7 if method == "bias_reduced" else 0.8
+        )  # of the first there are some 50 steps of few rows
 
 
 def test_several_classes_cost_their_root() -> None:

@@ -100,6 +100,7 @@ def boost(
     assert len(solver.rungs) > 0  # drawn by now, so that the copy has them: every run is a run of one mechanism
     one = copy.copy(solver)
     one.__dict__["noise_multiplier"] = plan.noise_multiplier  # in place of that of a single run
+    one.__dict__.pop("_means", None)  # which would keep it, if the solver has run before
     seeded = solver.seed is not None
     key = RandomKey.from_seed(solver.seed).child(_STOP) if solver.seed is not None else RandomKey.from_os()
     scores, coins = Releases(key.child(_SCORE)), key.generator()

@@ -127,6 +127,8 @@ class _PrivateLinearModel(BaseEstimator):
 
     def _bias_reduced_plan(self, planned: OutputPlan) -> BiasReducedSGD:
         bounds, models = planned.bounds, planned.models
+        if bounds.rows < 2:  # scikit-learn's checks look for a ValueError with "1 sample"
+            raise ValueError("method='bias_reduced' takes halves of rows: it needs two at least, and X has 1 sample.")
         slope = bounds.loss.largest_slope(bounds.row_norm * self.model_norm)
         radius = self.model_norm * math.sqrt(models)
         return BiasReducedSGD(
