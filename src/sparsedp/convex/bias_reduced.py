@@ -63,7 +63,7 @@ class BiasReducedResult:
     steps: int
     rungs: np.ndarray  # N of each step: coins that do not depend on the data
     noise_multiplier: (
-        float  # deviation of Gaussian noise, or scale of Laplace's, on a sum of gradients, over its sensitivity
+        float  # noise on a sum of gradients over its sensitivity: a deviation, or of Laplace noise the scale
     )
 
 
@@ -79,8 +79,8 @@ class BiasReducedSGD:
     feasible: the set that each iterate is projected onto.
     iterate: "mean" of all iterates, for convex losses; "uniform", a random one, for others.
     mean: how the mean of a sample is made (`inner_means.py`): "projection" onto the l1 ball of radius L sqrt(s) after the noise;
-        "gaussian", the noise alone; "l1_recovery", of which the single row is none. delta = 0 has Laplace noise, for "projection"
-        and "laplace", the noise alone.
+        "gaussian", the noise alone; "l1_recovery", with the projection for the single row. delta = 0 has Laplace noise, for
+        "projection" and "laplace", the noise alone.
     accounting: "composition", or "filter" (the paper's); see `ladder.py`. They protect one row that is added or removed, and one
         that is replaced.
     seed: for tests; the statement then says that nothing may be released.
@@ -313,6 +313,7 @@ class BiasReducedSGD:
             assumptions=(
                 f"The number of rows, {self.rows}, and of columns, {self.columns}, are public.",
                 "Each row is one unit, and its gradient depends on that row alone.",
+                *(["The matrices of l1 recovery may be public."] if self.mean == "l1_recovery" else []),
             ),
             not_covered=("That a gradient was NaN or infinite, if one was: an error is raised then.",),
         )
