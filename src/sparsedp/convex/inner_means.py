@@ -15,8 +15,9 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from sparsedp.convex.feasible import L1Ball
+from sparsedp.convex.least_l1 import least_l1
 from sparsedp.convex.projections import project
-from sparsedp.convex.recovery import GaussianMatrix, least_l1, needs_no_recovery
+from sparsedp.convex.recovery import GaussianMatrix, needs_no_recovery
 from sparsedp.convex.release import FixedPoint, Releases
 from sparsedp.convex.rows import ExactSum, RowBounds
 from sparsedp.noise import RandomKey
