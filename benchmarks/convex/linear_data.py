@@ -82,7 +82,8 @@ def _generated(n: int = 50_000, d: int = 10_000, nonzeros: int = 10) -> Labelled
     rows = _hashed((map(str, row) for row in columns), d)
     margins = 8 * weights[columns].sum(axis=1) / nonzeros
     labels = (rng.random(n) < 1 / (1 + np.exp(-margins))).astype(int)
-    return _split(rows, labels, [np.arange(n) // 10_000 <= 2, np.arange(n) // 10_000 == 3, np.arange(n) // 10_000 == 4])
+    fifth = np.arange(n) * 5 // n
+    return _split(rows, labels, [fifth <= 2, fifth == 3, fifth == 4])
 
 
 def _split(rows: csr_array, labels: np.ndarray, parts: list[np.ndarray]) -> Labelled:
