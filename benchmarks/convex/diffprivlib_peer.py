@@ -1,5 +1,7 @@
 """diffprivlib's LogisticRegression on rows from a file, in an environment of its own; `estimators.py` starts it.
 
+    python diffprivlib_peer.py FOLDER EPSILON REPEATS C [C ...]
+
 Its `fit` clips rows by a function for dense arrays; rows come clipped here, so that sparse ones go through.
 """
 
@@ -19,15 +21,19 @@ class OnClippedRows(LogisticRegression):
 
 def main() -> None:
     warnings.simplefilter("ignore")
-    folder, epsilon, regularisation = sys.argv[1], float(sys.argv[2]), float(sys.argv[3])
-    rows, test = load_npz(f"{folder}/train.npz"), load_npz(f"{folder}/test.npz")
+    folder, epsilon, repeats = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
+    rows, valid, test = (load_npz(f"{folder}/{part}.npz") for part in ("train", "valid", "test"))
     labels = np.load(f"{folder}/labels.npy")
-    begin = time.perf_counter()
-    model = OnClippedRows(epsilon=epsilon, data_norm=1.0, C=1 / (regularisation * rows.shape[0]), max_iter=1000)
-    model.fit(rows, labels)
-    seconds = time.perf_counter() - begin
-    np.save(f"{folder}/scores.npy", np.asarray(test @ model.coef_[0]) + model.intercept_[0])
-    print(json.dumps({"seconds": seconds}))
+    seconds = []
+    for c in sys.argv[4:]:
+        for repeat in range(repeats):
+            begin = time.perf_counter()
+            model = OnClippedRows(epsilon=epsilon, data_norm=1.0, C=float(c), max_iter=1000).fit(rows, labels)
+            seconds.append(time.perf_counter() - begin)
+            for name, part in (("valid", valid), ("test", test)):
+                scores = np.asarray(part @ model.coef_[0]) + model.intercept_[0]
+                np.save(f"{folder}/{name}-{c}-{repeat}.npy", scores)
+    print(json.dumps(seconds))
 
 
 if __name__ == "__main__":

@@ -26,6 +26,8 @@ class Labelled:
 
     train: csr_array
     labels: np.ndarray
+    valid: csr_array  # taken to be public: hyperparameters may be chosen on it
+    valid_labels: np.ndarray
     test: csr_array
     test_labels: np.ndarray
 
@@ -43,7 +45,7 @@ def _file(name: str) -> Path:
 
 
 def _sst2() -> Labelled:
-    """Which words a sentence has; the training and the test split."""
+    """Which words a sentence has; the training, the development and the test split."""
 
     def read(split: str) -> tuple[csr_array, np.ndarray]:
         with gzip.open(_file(f"sst2/{split}.tsv.gz"), "rt", encoding="utf-8") as file:
@@ -52,11 +54,11 @@ def _sst2() -> Labelled:
         rows = _hashed((sentence.split() for sentence, _ in lines), WORDS)
         return rows, np.array([int(label) for _, label in lines])
 
-    return Labelled(*read("train"), *read("test"))
+    return Labelled(*read("train"), *read("dev"), *read("test"))
 
 
 def _criteo() -> Labelled:
-    """The 39 features of an impression, counts by the square of their logarithm; the last seventh of the time is the test."""
+    """The 39 features of an impression, counts by the square of their logarithm; split by time, six, one and one parts."""
     with gzip.open(_file("criteo/kaggle_sample_137k.csv.gz"), "rt", encoding="utf-8") as file:
         records = list(csv.reader(file))[1:]
 
@@ -67,11 +69,11 @@ def _criteo() -> Labelled:
 
     rows = _hashed((features(record) for record in records), CATEGORIES)
     labels = np.array([int(record[1]) for record in records])
-    last = np.array([int(record[0]) for record in records]) >= 71  # of 83 blocks in time order
-    return Labelled(csr_array(rows[~last]), labels[~last], csr_array(rows[last]), labels[last])
+    block = np.array([int(record[0]) for record in records])  # of 83 in time order
+    return _split(rows, labels, [block < 60, (block >= 60) & (block < 71), block >= 71])
 
 
-def _generated(n: int = 40_000, d: int = 10_000, nonzeros: int = 10) -> Labelled:
+def _generated(n: int = 50_000, d: int = 10_000, nonzeros: int = 10) -> Labelled:
     """Popular columns decide: column j is drawn with weight 1 / (j + 1), and has a weight of its own."""
     rng = np.random.default_rng(0)
     share = 1 / np.arange(1, d + 1)
@@ -80,8 +82,13 @@ def _generated(n: int = 40_000, d: int = 10_000, nonzeros: int = 10) -> Labelled
     rows = _hashed((map(str, row) for row in columns), d)
     margins = 8 * weights[columns].sum(axis=1) / nonzeros
     labels = (rng.random(n) < 1 / (1 + np.exp(-margins))).astype(int)
-    train = n * 3 // 4
-    return Labelled(csr_array(rows[:train]), labels[:train], csr_array(rows[train:]), labels[train:])
+    fifth = np.arange(n) * 5 // n
+    return _split(rows, labels, [fifth <= 2, fifth == 3, fifth == 4])
+
+
+def _split(rows: csr_array, labels: np.ndarray, parts: list[np.ndarray]) -> Labelled:
+    train, valid, test = ((csr_array(rows[part]), labels[part]) for part in parts)
+    return Labelled(*train, *valid, *test)
 
 
 def _hashed(texts: Iterable[Iterable[str]], columns: int) -> csr_array:

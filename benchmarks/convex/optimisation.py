@@ -13,6 +13,7 @@ import scipy.sparse
 from benchmarks.speed.growth.measure import fit_power
 from sparsedp.convex import BiasReducedSGD, L2Ball, Logistic, linear_gradients, output_perturbation, project
 from sparsedp.convex.sgd import SGDPlan, train
+from sparsedp.noise import RandomKey
 
 EPOCHS, BATCHES = 10, 10  # of DP-SGD: a tenth of the rows in a batch
 RISK_EXPONENTS = {"rows": (-0.5, -1.0), "columns": (0.0, 0.5)}  # of the poster's Table 2: sparse, and not
@@ -60,11 +61,13 @@ def risk(X: scipy.sparse.csr_array, y: np.ndarray, weights: np.ndarray) -> float
 def _sgd(problem: Classification, X: scipy.sparse.csr_array, y: np.ndarray) -> np.ndarray:
     batch = problem.rows // BATCHES
     plan = SGDPlan(
-        Logistic(), problem.rows, problem.columns, 1, 1.0, problem.epsilon, problem.delta, EPOCHS, batch, 0.0, problem.radius
+        loss=Logistic(), rows=problem.rows, columns=problem.columns, models=1, row_norm=1.0, epsilon=problem.epsilon,
+        delta=problem.delta, neighbours="add_remove", steps=EPOCHS * BATCHES, batch_size=batch, model_norm=problem.radius,
     )  # fmt: skip
-    # The step size with the smallest bound: R / (G sqrt(T)), of which `excess_risk` is R G / sqrt(T).
-    rate = problem.radius**2 / (plan.excess_risk() * plan.steps)
-    weights, _ = train(replace(plan, learning_rate=rate), X, y[:, None], None)
+    # The step size with the smallest bound: R / (G sqrt(T)), G^2 = L^2 + d std^2.
+    std = plan.noise_multiplier * plan.sensitivity / batch
+    rate = problem.radius / math.sqrt((plan.lipschitz**2 + problem.columns * std**2) * plan.steps)
+    weights, _ = train(replace(plan, learning_rate=rate), X, y[:, None], RandomKey.from_os())
     return project(weights[:, 0], L2Ball(problem.radius), norm="l2")
 
 

@@ -13,11 +13,11 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.convex.linear_module import LinearModel, padded
 from benchmarks.convex.optimisation import risk
 from sparsedp import DPSGD, AdaFEST, PrivacyEngine
 from sparsedp.accounting import split_multiplier
 from sparsedp.convex import L2Ball, Logistic, output_perturbation, weigh_truncation
-from sparsedp.convex.sgd import LinearModel, padded
 from sparsedp.step_report import StepReport
 
 RATIO = 5.0  # of the map's noise over the gradient's, over their sensitivities

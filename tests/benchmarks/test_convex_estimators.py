@@ -20,7 +20,7 @@ def test_estimators_run_on_generated_rows(monkeypatch: pytest.MonkeyPatch, capsy
     pytest.importorskip("sklearn")
     from benchmarks.convex import estimators
 
-    small = linear_data._generated(4000, 200)
+    small = linear_data._generated(5000, 200)
     monkeypatch.setattr(estimators, "load", lambda name: small)
     monkeypatch.setattr(
         sys, "argv", ["x", "--data", "generated", "--epsilon", "4", "--methods", "output", "--repeats", "1"]

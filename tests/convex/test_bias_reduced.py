@@ -13,6 +13,7 @@ from sparsedp import ConfigError, NonFiniteGradientError, SparseDPError
 from sparsedp.accounting import epsilon_of
 from sparsedp.convex import BiasReducedSGD, L2Ball, function_gradients, linear_gradients, project
 from sparsedp.convex.feasible import L1Ball
+from sparsedp.convex.inner_means import RecoveredMean
 from sparsedp.convex.ladder import composition_ledger
 from sparsedp.convex.losses import Logistic
 from sparsedp.convex.release import Releases
@@ -29,29 +30,32 @@ def noiseless(seed: int = 0) -> Releases:
     return Releases(RandomKey.from_seed(seed), noiseless=True)
 
 
-@pytest.mark.parametrize("mean", ["gaussian", "projection"])
+@pytest.mark.parametrize("mean", ["gaussian", "projection", "l1_recovery"])
 @pytest.mark.parametrize("accounting", ["composition", "filter"])
 def test_estimate_has_the_mean_of_the_largest_batch(mean, accounting) -> None:
     rng = np.random.default_rng(0)
-    values = rng.choice([-1.0, 0.0, 1.0], (8, 3)) * 0.5
+    columns = 60 if mean == "l1_recovery" else 3  # so that a mean of two rows is recovered from six measurements
+    values = np.zeros((8, columns))
+    values[:, :3] = rng.choice([-1.0, 0.0, 1.0], (8, 3)) * 0.5
     settings = COMMON | {"sparsity": 1.0, "steps": None if accounting == "filter" else 20}
-    solver = BiasReducedSGD(rows=8, columns=3, mean=mean, accounting=accounting, seed=0, **settings)
+    solver = BiasReducedSGD(rows=8, columns=columns, mean=mean, accounting=accounting, seed=0, **settings)
     object.__setattr__(solver, "noise_multiplier", 1.0)
     samples, releases = RandomKey.from_seed(1).generator(), noiseless()
-    rungs = solver.ladder.draw(RandomKey.from_seed(2).generator(), 1500)
+    rungs = solver.ladder.draw(RandomKey.from_seed(2).generator(), 250 if mean == "l1_recovery" else 1500)
     estimates = np.array(
-        [solver._estimate(constant_gradients(values), np.zeros(3), r, samples, releases) for r in rungs]
+        [solver._estimate(constant_gradients(values), np.zeros(columns), r, samples, releases) for r in rungs]
     )
     clipped = csr_array(values)
     solver._bounds.clip(clipped)
-    if mean == "gaussian":
+    assert isinstance(solver._means[2], RecoveredMean) == (mean == "l1_recovery")
+    if mean != "projection":  # the largest mean needs no recovery
         wanted = clipped.toarray().mean(axis=0)
     else:
         # E of the projected mean of a batch of the top rung, 8 of 8 rows: all of them.
         assert solver.ladder.size(solver.ladder.top) == 8
         wanted = project(clipped.toarray().mean(axis=0), L1Ball(1.0), norm="l2")
     off = np.abs(estimates.mean(axis=0) - wanted)
-    assert (off < 4.5 * estimates.std(axis=0) / math.sqrt(len(estimates))).all()
+    assert (off <= 4.5 * estimates.std(axis=0) / math.sqrt(len(estimates)) + 1e-9).all()
 
 
 @pytest.mark.parametrize("rung", [0, 1, 2])
@@ -140,13 +144,19 @@ def test_runs_share_no_noise() -> None:
 def test_learns_with_a_large_budget(iterate) -> None:
     rows = sparse_rows(500, 6, 2)
     labels = planted_labels(rows)
-    solver = BiasReducedSGD(
-        epsilon=1000.0, delta=1e-5, bound=1.0, sparsity=2.0, rows=500, columns=6, steps=400, step_size=0.3,
-        feasible=L2Ball(5.0), iterate=iterate, seed=0,
-    )  # fmt: skip
-    result = solver.minimise(linear_gradients(Logistic(), rows, labels))
-    assert ((rows @ result.weights > 0) == (labels > 0)).mean() > (0.75 if iterate == "mean" else 0.65)
-    assert np.linalg.norm(result.weights) <= 5.0 + 1e-9
+    accuracies = []
+    for seed in range(1 if iterate == "mean" else 3):
+        solver = BiasReducedSGD(
+            epsilon=1000.0, delta=1e-5, bound=1.0, sparsity=2.0, rows=500, columns=6, steps=400, step_size=0.3,
+            feasible=L2Ball(5.0), iterate=iterate, seed=seed,
+        )  # fmt: skip
+        weights = solver.minimise(linear_gradients(Logistic(), rows, labels)).weights
+        accuracies.append(((rows @ weights > 0) == (labels > 0)).mean())
+        assert np.linalg.norm(weights) <= 5.0 + 1e-9
+    # 0.824 is the best that a linear model has: a tenth of the labels is wrong, and a tenth of the rows is empty. The mean of the
+    # iterates comes near it. One iterate has the noise of its last steps, which does not fall with their number: with this step size
+    # single ones have 0.69 to 0.82, so that the mean of several is compared.
+    assert np.mean(accuracies) > (0.78 if iterate == "mean" else 0.72)
 
 
 def test_functions_have_the_same_gradients() -> None:
@@ -169,7 +179,7 @@ def test_refusals() -> None:
         BiasReducedSGD(rows=10, columns=2, accounting="filter", **COMMON)
     for change in (
         {"epsilon": 0.0},
-        {"delta": 0.0},
+        {"delta": 0.0, "mean": "gaussian"},
         {"bound": -1.0},
         {"sparsity": 0.5},
         {"iterate": "last"},

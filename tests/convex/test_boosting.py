@@ -79,6 +79,24 @@ def test_the_best_model_is_returned(monkeypatch) -> None:
     assert "BoostedBiasReducedSGD" in text and "the number of runs random" in text and "Seeded" in text
 
 
+def test_a_solver_that_ran_before_gets_the_noise_of_many_runs(monkeypatch) -> None:
+    once = solver()
+    zeros = lambda w, batch: csr_array((len(batch), 2))  # noqa: E731
+    assert once.minimise(zeros).noise_multiplier == once.noise_multiplier
+    multipliers: set[float] = set()
+    original = boosting.Releases.gaussian
+
+    def gaussian(self, values, sensitivity, multiplier):
+        multipliers.add(multiplier)
+        return original(self, values, sensitivity, multiplier)
+
+    monkeypatch.setattr(boosting.Releases, "gaussian", gaussian)
+    plan = boosting.BoostPlan("rdp", 7.0 * once.noise_multiplier, 1.0, None, 1.0)
+    monkeypatch.setattr(boosting, "plan_boost", lambda solver, failure: plan)
+    boost(once, zeros, lambda w: np.ones(64), loss_bound=1.0)
+    assert multipliers == {plan.noise_multiplier}
+
+
 def test_a_row_moves_a_score_by_no_more_than_the_bound(monkeypatch) -> None:
     sums: list[float] = []
 

@@ -1,6 +1,7 @@
 """Output perturbation: its sensitivity on neighbours, its noise, its statement, and what it refuses."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,11 @@ from sparsedp.convex.output import make_plan
 
 LOSSES = [Logistic(), SmoothedHinge(), Squared(1.0), Huber(0.5)]
 SETS = [WholeSpace(), L2Ball(1.0), L1Ball(2.0), Box(-0.3, 0.4)]
+# The share of the sensitivity that neighbours reach. With a strong regularisation minimisers stay near 0: there the hinge and
+# Huber have their largest slope, and nearly all is reached. The logistic slope is 1/2 at 0, and where it is nearer to 1 the
+# curvature of the other rows takes as much away: s / (1 + m s) at a margin of m, s = 1 / (1 + e^-m), is 1/2 at most. L of the squared
+# loss is taken at sqrt(phi(0) / lambda), 0.22, beyond what minimisers of 12 rows reach: 1 / 1.22.
+REACHED = {Logistic: 0.45, SmoothedHinge: 0.95, Squared: 0.75, Huber: 0.95}
 COMMON = {"epsilon": 1.0, "delta": 1e-4, "bound": 1.0}
 
 
@@ -31,8 +37,11 @@ def plan_of(loss, feasible, n, d, *, neighbours="add_remove", sparsity=None, del
 
 
 def exact(plan, rows, targets, feasible) -> np.ndarray:
-    """The minimiser on some rows, with the plan's divisor, ten digits better than the plan asks for."""
-    return minimise(Objective(plan.bounds, csr_array(rows), targets), feasible, plan.target * 1e-3).point
+    """The minimiser on some rows, with the plan's divisor, a thousand times as near as the plan asks for."""
+    # With n + 1 rows and the divisor n the curvature is beyond its bound. Times n / (n + 1) it is the same problem, and is not.
+    bounds, count = plan.bounds, max(1, rows.shape[0])
+    bounds = replace(bounds, rows=count, regularisation=bounds.regularisation * bounds.rows / count)
+    return minimise(Objective(bounds, csr_array(rows), targets), feasible, plan.target * 1e-3).point
 
 
 def extremes(loss: Loss) -> list[float]:
@@ -45,8 +54,8 @@ def extremes(loss: Loss) -> list[float]:
 def test_neighbours_move_by_less_than_the_sensitivity(loss, feasible, neighbours) -> None:
     # One row against none, or two rows of opposite pull, beside few others: what moves a minimiser most.
     worst = 0.0
-    for n, d in ((1, 1), (1, 3), (2, 2), (12, 5)):
-        plan = plan_of(loss, feasible, n, d, neighbours=neighbours)
+    for n, d, regularisation in ((1, 1, 0.05), (1, 3, 0.05), (2, 2, 0.05), (12, 5, 0.05), (12, 1, 10.0), (40, 3, 10.0)):
+        plan = plan_of(loss, feasible, n, d, neighbours=neighbours, regularisation=regularisation)
         others = sparse_rows(n - 1, d, 2) if n > 1 else csr_array((0, d))
         targets = np.resize(extremes(loss), n - 1)
         unit = csr_array(np.eye(1, d))
@@ -59,7 +68,7 @@ def test_neighbours_move_by_less_than_the_sensitivity(loss, feasible, neighbours
                 other = exact(plan, vstack([others, sign * unit]), swapped, feasible)
             worst = max(worst, float(np.linalg.norm(one - other)) / plan.l2_sensitivity)
             assert np.linalg.norm(one - other) <= plan.l2_sensitivity
-    assert worst > (0.05 if isinstance(loss, Squared) else 0.15)  # the claim is no empty one
+    assert worst > REACHED[type(loss)]
 
 
 @settings(max_examples=40, deadline=None)
@@ -157,7 +166,9 @@ def test_result_is_useful_and_less_noise_is_better() -> None:
         weights = output_perturbation("logistic", rows, labels, epsilon=epsilon, delta=1e-6, bound=1.0, seed=1).weights
         return float(((rows @ weights > 0) == (labels > 0)).mean())
 
-    assert accuracy(1.0) > 0.8 > 0.7 > accuracy(0.001)
+    # A tenth of the labels is wrong. The minimiser has 0.875 without noise; its noise moves margins by a third in deviation, which
+    # costs 0.03 to 0.04 of it for the seeds 0 to 2.
+    assert accuracy(1.0) > 0.83 > 0.7 > accuracy(0.001)
 
 
 def test_paper_rule_and_calibration() -> None:

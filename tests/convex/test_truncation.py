@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from benchmarks.convex.linear_module import LinearModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from sparsedp import AdaFEST, ConfigError, PrivacyEngine
 from sparsedp.convex import truncated_share, weigh_truncation
-from sparsedp.convex.sgd import LinearModel
 from sparsedp.step_report import StepReport, TableStep
 
 

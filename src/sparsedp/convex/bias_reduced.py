@@ -18,12 +18,13 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, hstack
 from torch import Tensor
 
 from sparsedp.accounting import Ledger
 from sparsedp.accounting.events import require_count, require_number
-from sparsedp.convex.feasible import FeasibleSet, L1Ball, WholeSpace
+from sparsedp.convex.feasible import FeasibleSet, WholeSpace
+from sparsedp.convex.inner_means import InnerMean, NoisyMean, recovery_of
 from sparsedp.convex.ladder import (
     Accounting,
     Ladder,
@@ -31,23 +32,26 @@ from sparsedp.convex.ladder import (
     composition_multiplier,
     filter_multiplier,
     filter_rungs,
+    pure_epsilon,
+    pure_multiplier,
 )
 from sparsedp.convex.losses import Loss
 from sparsedp.convex.module_gradients import ModuleGradients
 from sparsedp.convex.projections import project
-from sparsedp.convex.release import FixedPoint, Neighbours, Releases, require_choice
-from sparsedp.convex.rows import ExactSum, RowBounds
+from sparsedp.convex.release import Neighbours, Releases, require_choice
+from sparsedp.convex.rows import RowBounds
 from sparsedp.convex.statement import ReleaseStatement, make_statement
-from sparsedp.errors import ConfigError, NonFiniteGradientError
+from sparsedp.errors import ConfigError, DataError, NonFiniteGradientError, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.noise import RandomKey
 from sparsedp.plan import require_delta
 
 # Of (weights (d,), row numbers (b,)): each row's gradient, (b, d). It must depend on that row alone.
 RowGradients = Callable[[np.ndarray, np.ndarray], csr_array]
-Mean = Literal["projection", "gaussian"]
+Mean = Literal["projection", "gaussian", "laplace", "l1_recovery"]
 Iterate = Literal["mean", "uniform"]
-_COINS, _SAMPLES, _NOISE, _KEPT = 1, 2, 3, 4  # purposes of keys: rungs, who takes part, noise, which iterate is kept
+# Purposes of keys: rungs, who takes part, noise, which iterate is kept, the matrices of l1 recovery.
+_COINS, _SAMPLES, _NOISE, _KEPT, _MATRICES = 1, 2, 3, 4, 5
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,9 @@ class BiasReducedResult:
     statement: ReleaseStatement
     steps: int
     rungs: np.ndarray  # N of each step: coins that do not depend on the data
-    noise_multiplier: float  # of noise on a sum of gradients, over L
+    noise_multiplier: (
+        float  # noise on a sum of gradients over its sensitivity: a deviation, or of Laplace noise the scale
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +74,13 @@ class BiasReducedSGD:
     Gradients beyond that are scaled down, each by itself. `columns` is d, `rows` n, which is public.
 
     step_size: of the update w <- P(w - step_size G); None: model_norm / (nu sqrt(T)), nu^2 a bound on G's second moment.
-    steps: T. None: about n / ln(2 / delta), the paper's order. With accounting="filter" the filter decides, and T is random.
+    steps: T. None: about n / ln(2 / delta), the paper's order, with 1 / n^2 for a delta of 0. With accounting="filter" the filter
+        decides, and T is random.
     feasible: the set that each iterate is projected onto.
     iterate: "mean" of all iterates, for convex losses; "uniform", a random one, for others.
-    mean: "projection" onto the l1 ball of radius L sqrt(s) after the noise, or "gaussian", the noise alone.
+    mean: how the mean of a sample is made (`inner_means.py`): "projection" onto the l1 ball of radius L sqrt(s) after the noise;
+        "gaussian", the noise alone; "l1_recovery", with the projection for the single row. delta = 0 has Laplace noise, for
+        "projection" and "laplace", the noise alone.
     accounting: "composition", or "filter" (the paper's); see `ladder.py`. They protect one row that is added or removed, and one
         that is replaced.
     seed: for tests; the statement then says that nothing may be released.
@@ -99,9 +108,17 @@ class BiasReducedSGD:
         require_number("model_norm", self.model_norm, low=0.0, low_open=True)
         require_count("rows", self.rows, low=2)
         require_count("columns", self.columns, low=1)
-        require_delta(self.delta, self.rows, allow_large=False)
+        if self.delta != 0:
+            require_delta(self.delta, self.rows, allow_large=False)
         for name, kind in (("iterate", Iterate), ("mean", Mean), ("accounting", Accounting)):
             require_choice(name, getattr(self, name), kind)
+        if (self.mean == "laplace" and self.delta > 0) or (self.mean in ("gaussian", "l1_recovery") and self.pure):
+            raise ConfigError(
+                f"mean={self.mean!r} does not go with delta={self.delta:g}: Laplace noise is for delta=0, Gaussian noise for one "
+                "above. mean='projection' takes either."
+            )
+        if self.pure and self.accounting == "filter":
+            raise ConfigError("accounting='filter' needs a delta above 0.")
         if self.step_size is not None:
             require_number("step_size", self.step_size, low=0.0, low_open=True)
         if self.steps is not None:
@@ -112,6 +129,11 @@ class BiasReducedSGD:
                 )
 
     # ------------------------------------------------------------------ before the data
+
+    @property
+    def pure(self) -> bool:
+        """Whether all noise is Laplace's."""
+        return self.delta == 0
 
     @property
     def ladder(self) -> Ladder:
@@ -131,34 +153,41 @@ class BiasReducedSGD:
         generator = self._new_key(_COINS).generator()
         if self.accounting == "filter":
             return filter_rungs(self.ladder, self.epsilon, self.delta, generator)
-        steps = self.steps or math.ceil(self.rows / math.log(2 / self.delta))
+        steps = self.steps or math.ceil(self.rows / math.log(2 / (self.delta or self.rows**-2)))
         return self.ladder.draw(generator, steps)
 
     @cached_property
     def noise_multiplier(self) -> float:
-        """The deviation of the noise on a sum of gradients, over L: the same for B, O, E and the single row."""
+        """The noise on a sum over its sensitivity, the same for B, O, E and the single row."""
         if self.accounting == "filter":
             return 2 * filter_multiplier(self.epsilon, self.delta)
+        if self.pure:
+            return pure_multiplier(self.ladder, self.rungs, self.epsilon)
         return composition_multiplier(self.ladder, self.rungs, self.epsilon, self.delta)
+
+    @cached_property
+    def _means(self) -> dict[int, InnerMean]:
+        """The mean of a sample of each expected size: 1, and 2 to that of the top rung."""
+        sizes = [1 << k for k in range(self.ladder.top + 2)]
+        if self.mean == "l1_recovery":
+            # Public, and the same in all steps: O under N = k then has the law of B under N = k - 1.
+            key = self._new_key(_MATRICES)
+            return {k: recovery_of(k, self._bounds, self.columns, self.noise_multiplier, key) for k in sizes}
+        noisy = NoisyMean(self._bounds, self.columns, self.noise_multiplier, self.pure, self.mean == "projection")
+        return dict.fromkeys(sizes, noisy)
 
     @property
     def second_moment(self) -> float:
         """A bound on E |G|^2, up to a small factor: 2 |G_0|^2 and, for each rung, 2 |bracket|^2 / p_k.
 
-        The mean of k expected rows is off by L / sqrt(k) for the sample, and for the noise by at most
-        2 L sqrt(s) std sqrt(2 ln 2d) (the projection, Lemma 3.1) or d std^2, std = sigma L / k.
+        The mean of k expected rows is off by L / sqrt(k) for the sample, and for the noise by what `squared_error` says.
         """
 
         def error(size: int) -> float:
-            std = self.noise_multiplier * self.bound / size
-            noise = self.columns * std**2
-            if self.mean == "projection":
-                spread = 2 * self.bound * math.sqrt(self.sparsity) * std * math.sqrt(2 * math.log(2 * self.columns))
-                noise = min(noise, spread)
-            return self.bound**2 / size + noise
+            return self.bound**2 / size + self._means[size].squared_error(size)
 
-        sizes = [(self.ladder.size(k), p) for k, p in enumerate(self.ladder.probabilities)]
-        return 2 * (self.bound**2 + error(1)) + sum(4 * (error(size) + error(size // 2) / 2) for size, _ in sizes)
+        sizes = [self.ladder.size(k) for k in range(self.ladder.top + 1)]
+        return 2 * (self.bound**2 + error(1)) + sum(4 * (error(size) + error(size // 2) / 2) for size in sizes)
 
     @property
     def _step_size(self) -> float:
@@ -174,6 +203,11 @@ class BiasReducedSGD:
         `start` is public; None: 0, or the weights that a module has.
         """
         if isinstance(gradients, ModuleGradients):
+            if self.pure or self.mean == "l1_recovery":
+                raise UnsupportedError(
+                    "Of a module's rows only the l2 norms of gradients are known: Laplace noise would need their l1 norms, and "
+                    "l1 recovery measures each. Give a delta above 0 and mean='projection' or 'gaussian'."
+                )
             if (gradients.rows, gradients.columns) != (self.rows, self.columns):
                 raise ConfigError(f"The module has {gradients.rows} rows of data and {gradients.columns} weights.")
             start = gradients.start if start is None else start
@@ -205,27 +239,27 @@ class BiasReducedSGD:
         """G at w (Algorithm 3)."""
         size = self.ladder.size(rung)
         batch, first = self._batch(size, samples)
-        groups = [np.ones(len(batch), bool), first, ~first]
-        sums = self._sums(gradients, w, batch, groups)
-        whole, one, other = (self._noisy_mean(total, k, noise) for total, k in zip(sums, (size, size // 2, size // 2)))
+        groups = [(np.ones(len(batch), bool), size), (first, size // 2), (~first, size // 2)]
+        whole, one, other = self._private_means(gradients, w, batch, groups, noise)
         single = self._batch(1, samples)[0]
-        alone = self._noisy_mean(self._sums(gradients, w, single, [np.ones(len(single), bool)])[0], 1, noise)
+        (alone,) = self._private_means(gradients, w, single, [(np.ones(len(single), bool), 1)], noise)
         return (whole - (one + other) / 2) / self.ladder.probabilities[rung] + alone
 
-    def _sums(
-        self, gradients: RowGradients | ModuleGradients, w: np.ndarray, batch: np.ndarray, groups: list[np.ndarray]
-    ) -> list[FixedPoint | np.ndarray]:
-        """The sums of clipped gradients of each group of the batch's rows."""
+    def _private_means(
+        self,
+        gradients: RowGradients | ModuleGradients,
+        w: np.ndarray,
+        batch: np.ndarray,
+        groups: list[tuple[np.ndarray, int]],
+        noise: Releases,
+    ) -> list[np.ndarray]:
+        """The means over some of the batch's rows each: `groups` are which, bool (b,), and how many are expected."""
         if isinstance(gradients, ModuleGradients):
-            # Of a captured row only the l2 norm is known; the noise needs no more, and the projection is what follows it.
-            return [*gradients.clipped_sums(w, batch, groups, self.bound)]
+            # Of a captured row only the l2 norm is known; Gaussian noise needs no more, and the projection follows it.
+            totals = gradients.clipped_sums(w, batch, [group for group, _ in groups], self.bound)
+            return [self._means[size].release(total, size, noise) for total, (_, size) in zip(totals, groups)]
         clipped = self._clipped(gradients(w, batch), len(batch))
-        totals: list[FixedPoint | np.ndarray] = []
-        for group in groups:
-            total = ExactSum(self.columns, self._bounds.step)
-            total.add(clipped[group])
-            totals.append(total.sum)
-        return totals
+        return [(mean := self._means[size]).release(mean.total(clipped[group]), size, noise) for group, size in groups]
 
     def _batch(self, size: int, samples: CipherGenerator) -> tuple[np.ndarray, np.ndarray]:
         """Row numbers, ascending, and which of them are in the first half."""
@@ -253,12 +287,9 @@ class BiasReducedSGD:
     def _bounds(self) -> RowBounds:
         return RowBounds(self.bound, self.bound * math.sqrt(self.sparsity))
 
-    def _noisy_mean(self, total: FixedPoint | np.ndarray, size: int, noise: Releases) -> np.ndarray:
-        mean = noise.gaussian(total, self.bound, self.noise_multiplier) / size
-        return project(mean, L1Ball(self._bounds.l1), norm="l2") if self.mean == "projection" else mean
-
     def _statement(self) -> ReleaseStatement:
         size = len(self.rungs)
+        noise = "discrete Laplace, its scale" if self.pure else "Gaussian, its deviation"
         settings: dict[str, Any] = {
             "accounting": self.accounting,
             "bound": self.bound,
@@ -268,7 +299,7 @@ class BiasReducedSGD:
             "iterate": self.iterate,
         }
         ledger = Ledger()
-        if self.accounting == "composition":
+        if self.accounting == "composition" and not self.pure:
             ledger = composition_ledger(self.ladder, self.rungs, self.noise_multiplier)
         statement = make_statement(
             Releases(self._new_key(_NOISE), ledger=ledger),
@@ -278,33 +309,51 @@ class BiasReducedSGD:
             mechanism="BiasReducedSGD",
             settings=settings,
             released="every iterate, and all estimates of gradients",
-            noise=f"Gaussian, its deviation {self.noise_multiplier:.4g} times the bound, on sums over the sample and its halves",
+            noise=f"{noise} {self.noise_multiplier:.4g} times the sensitivity, on sums over the sample and its halves",
             assumptions=(
                 f"The number of rows, {self.rows}, and of columns, {self.columns}, are public.",
                 "Each row is one unit, and its gradient depends on that row alone.",
+                *(["The matrices of l1 recovery may be public."] if self.mean == "l1_recovery" else []),
             ),
             not_covered=("That a gradient was NaN or infinite, if one was: an error is raised then.",),
         )
-        return statement if self.accounting == "composition" else self._by_filter(statement)
+        if self.pure:
+            by = "basic composition of Poisson-sampled pure releases"
+            return self._accounted(statement, pure_epsilon(self.ladder, self.rungs, self.noise_multiplier), by)
+        if self.accounting == "filter":
+            return self._accounted(statement, self.epsilon, "the paper's filter (Whitehouse et al. 2023)")
+        return statement
 
-    def _by_filter(self, statement: ReleaseStatement) -> ReleaseStatement:
+    def _accounted(self, statement: ReleaseStatement, epsilon: float, by: str) -> ReleaseStatement:
+        """The statement with what was not accounted by the ledger."""
         return replace(
             statement,
-            epsilon=self.epsilon,
+            epsilon=epsilon,
             delta=self.delta,
             guarantee="every iterate, and all estimates of gradients",
-            accountant=f"{len(self.rungs)} steps by the paper's filter (Whitehouse et al. 2023)",
+            accountant=f"{len(self.rungs)} steps by {by}",
         )
 
 
 def linear_gradients(loss: Loss, rows: csr_array, targets: np.ndarray) -> RowGradients:
-    """Gradients of a linear model's loss: phi'(<x, w>, y) x, as sparse as the rows."""
-    rows = csr_array(rows)
+    """Gradients of a linear model's loss: phi'(<x, w>, y) x, as sparse as the rows.
+
+    Targets (n, k) are those of k models, whose weights follow one another in w (k d,), as their gradients do.
+    """
+    rows, targets = csr_array(rows), np.asarray(targets, np.float64)
+    if targets.ndim not in (1, 2) or len(targets) != rows.shape[0]:
+        raise DataError(f"There are {rows.shape[0]} rows: targets must be (n,) or (n, k), not {targets.shape}.")
+    targets = targets.reshape(len(targets), -1)
+    models = targets.shape[1]
 
     def gradients(w: np.ndarray, batch: np.ndarray) -> csr_array:
         part = rows[batch]
-        slopes = loss.slope(part @ w, targets[batch])
-        return csr_array((part.data * np.repeat(slopes, np.diff(part.indptr)), part.indices, part.indptr), part.shape)
+        slopes = loss.slope(part @ w.reshape(models, -1).T, targets[batch])
+        sizes = np.diff(part.indptr)
+        parts = [
+            csr_array((part.data * np.repeat(one, sizes), part.indices, part.indptr), part.shape) for one in slopes.T
+        ]
+        return parts[0] if models == 1 else csr_array(hstack(parts, format="csr"))
 
     return gradients
 

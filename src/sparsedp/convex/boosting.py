@@ -50,8 +50,10 @@ class BoostPlan:
 
 def plan_boost(solver: BiasReducedSGD, failure: float = 0.05) -> BoostPlan:
     """Noise for repeated runs of the solver within its budget; all fail with probability `failure` at most (beta)."""
-    if solver.accounting != "composition":
-        raise ConfigError("Boosting needs accounting='composition': all runs must have the same rungs.")
+    if solver.accounting != "composition" or solver.pure:
+        raise ConfigError(
+            "Boosting needs accounting='composition', so that all runs have the same rungs, and a delta above 0."
+        )
     beta = require_number("failure", failure, low=0.0, high=1.0, low_open=True, high_open=True)
     stop = min(0.5, 0.75 * beta)
     epsilon, delta = solver.epsilon, solver.delta
@@ -98,6 +100,7 @@ def boost(
     assert len(solver.rungs) > 0  # drawn by now, so that the copy has them: every run is a run of one mechanism
     one = copy.copy(solver)
     one.__dict__["noise_multiplier"] = plan.noise_multiplier  # in place of that of a single run
+    one.__dict__.pop("_means", None)  # which would keep it, if the solver has run before
     seeded = solver.seed is not None
     key = RandomKey.from_seed(solver.seed).child(_STOP) if solver.seed is not None else RandomKey.from_os()
     scores, coins = Releases(key.child(_SCORE)), key.generator()

@@ -39,7 +39,6 @@ from sparsedp.convex.statement import ReleaseStatement
 from sparsedp.errors import UnsupportedError
 from sparsedp.noise import RandomKey
 from sparsedp.plan import default_delta
-from sparsedp.statement import PrivacyStatement
 
 Method = Literal["output", "sgd", "bias_reduced", "auto"]
 
@@ -57,12 +56,12 @@ class _PrivateLinearModel(BaseEstimator):
     fit_intercept: bool
     intercept_scaling: float
     neighbours: Neighbours
-    epochs: int
+    steps: int
     batch_size: int | None
     learning_rate: float | None
     random_state: Any
 
-    statement_: ReleaseStatement | PrivacyStatement
+    statement_: ReleaseStatement
     coef_: np.ndarray
     intercept_: np.ndarray | float
 
@@ -99,17 +98,16 @@ class _PrivateLinearModel(BaseEstimator):
         wide.eliminate_zeros()
         seed = self._seed()
         chosen = self._choose(planned)
+        key = RandomKey.from_os() if seed is None else RandomKey.from_seed(seed)
         if isinstance(chosen, SGDPlan):
             self.method_ = "sgd"
-            weights, self.statement_ = train(chosen, wide, admitted_targets(loss, targets), seed)
+            weights, self.statement_ = train(chosen, wide, admitted_targets(loss, targets), key)
         elif isinstance(chosen, BiasReducedSGD):
             self.method_ = "bias_reduced"
-            admitted = admitted_targets(loss, targets)[:, 0]
-            reduced = chosen.minimise(linear_gradients(loss, wide, admitted))
-            weights, self.statement_ = reduced.weights[:, None], reduced.statement
+            reduced = chosen.minimise(linear_gradients(loss, wide, admitted_targets(loss, targets)))
+            weights, self.statement_ = reduced.weights.reshape(targets.shape[1], -1).T, reduced.statement
         else:
             self.method_, self.regularisation_ = "output", chosen.bounds.regularisation
-            key = RandomKey.from_os() if seed is None else RandomKey.from_seed(seed)
             result = perturb(chosen, wide, targets, WholeSpace(), Releases(key))
             weights, self.statement_ = result.weights, result.statement
         weights = weights.T * 1.0
@@ -119,52 +117,37 @@ class _PrivateLinearModel(BaseEstimator):
     def _choose(self, planned: OutputPlan) -> OutputPlan | SGDPlan | BiasReducedSGD:
         """The method, by what is known before the data are looked at."""
         require_choice("method", self.method, Method)
-        if self.method == "output":
-            return planned
-        if planned.delta == 0 or planned.neighbours == "replace_one":
-            if self.method == "auto":
-                return planned
-            raise UnsupportedError(
-                f"method={self.method!r} has Gaussian noise, and protects one row that is added or removed: it needs a delta "
-                "above 0 and neighbours='add_remove'."
-            )
         if self.method == "bias_reduced":
             return self._bias_reduced_plan(planned)
-        sgd = self._sgd_plan(planned)
-        if self.method == "sgd" or sgd.excess_risk() < planned.excess_risk(self.model_norm):
-            return sgd
-        return planned
+        if self.method == "output" or (self.method == "auto" and planned.delta == 0):
+            return planned
+        if planned.delta == 0:
+            raise UnsupportedError("method='sgd' has Gaussian noise and needs a delta above 0: take method='output'.")
+        return self._sgd_plan(planned)
 
     def _bias_reduced_plan(self, planned: OutputPlan) -> BiasReducedSGD:
-        if planned.models > 1:
-            raise UnsupportedError(
-                "method='bias_reduced' makes one model: for more than two classes take another method."
-            )
-        bounds = planned.bounds
+        bounds, models = planned.bounds, planned.models
+        if bounds.rows < 2:  # scikit-learn's checks look for a ValueError with "1 sample"
+            raise ValueError("method='bias_reduced' takes halves of rows: it needs two at least, and X has 1 sample.")
+        slope = bounds.loss.largest_slope(bounds.row_norm * self.model_norm)
+        radius = self.model_norm * math.sqrt(models)
         return BiasReducedSGD(
             epsilon=planned.epsilon,
             delta=planned.delta,
-            bound=bounds.loss.largest_slope(bounds.row_norm * self.model_norm) * bounds.row_norm,
-            sparsity=max(1.0, planned.sparsity),
+            bound=slope * bounds.row_norm * math.sqrt(models),
+            sparsity=max(1.0, planned.sparsity * models),
             rows=bounds.rows,
-            columns=bounds.columns,
-            model_norm=self.model_norm,
+            columns=bounds.columns * models,
+            model_norm=radius,
             step_size=self.learning_rate,
-            feasible=L2Ball(self.model_norm),
+            feasible=L2Ball(radius),
+            accounting="composition" if planned.neighbours == "add_remove" else "filter",
             seed=self._seed(),
         )
 
     def _sgd_plan(self, planned: OutputPlan) -> SGDPlan:
         bounds = planned.bounds
-        batch = self.batch_size
-        batch = min(bounds.rows, 1024) if batch is None else require_count("batch_size", batch, low=1)
-        epochs = require_count("epochs", self.epochs, low=1)
-        steps = epochs * math.ceil(bounds.rows / batch)
-        # Steps of eta for T steps leave as much bias as a regularisation of 1 / (eta T); beyond 1 / H they diverge.
-        rate = self.learning_rate
-        if rate is None:
-            best = planned.with_best_regularisation(self.model_norm).bounds.regularisation
-            rate = min(1 / bounds.smoothness, 1 / (best * steps))
+        batch, rate = self.batch_size, self.learning_rate
         return SGDPlan(
             loss=bounds.loss,
             rows=bounds.rows,
@@ -173,10 +156,12 @@ class _PrivateLinearModel(BaseEstimator):
             row_norm=bounds.row_norm,
             epsilon=planned.epsilon,
             delta=planned.delta,
-            epochs=epochs,
-            batch_size=min(batch, bounds.rows),
-            learning_rate=require_number("learning_rate", rate, low=0.0, low_open=True),
+            neighbours=planned.neighbours,
+            steps=require_count("steps", self.steps, low=1),
+            batch_size=None if batch is None else require_count("batch_size", batch, low=1),
             model_norm=self.model_norm,
+            regularisation=None if self.regularisation == "auto" else bounds.regularisation,
+            learning_rate=None if rate is None else require_number("learning_rate", rate, low=0.0, low_open=True),
         )
 
     def _seed(self) -> int | None:
@@ -241,16 +226,17 @@ class _PrivateClassifier(ClassifierMixin, _PrivateLinearModel):
 class LogisticRegression(_PrivateClassifier):
     """Logistic regression, (epsilon, delta)-differentially private.
 
-    epsilon, delta: the budget of one fit. delta None: 0.1 / n rounded down to one digit; 0: Laplace noise, method "output".
-    method: "output" (minimise, then noise), "sgd" (noise in every step), "bias_reduced" (`BiasReducedSGD`; two classes), or
-        "auto", which takes that of the first two with the smaller bound on the risk, for which no data are looked at. The fitted
-        `method_` says which.
+    epsilon, delta: the budget of one fit. delta None: 0.1 / n rounded down to one digit; 0: Laplace noise, not for "sgd".
+    method: "output" (minimise, then noise), "sgd" (noise in every step of gradient descent), "bias_reduced" (`BiasReducedSGD`),
+        or "auto": "sgd", and "output" where delta = 0. The fitted `method_` says which.
     bound, sparsity: rows are scaled down to l2 norm `bound` and l1 norm bound * sqrt(sparsity). Choose them without the data.
-    regularisation: lambda of method "output", or "auto" or "paper", which choose it for models of norm `model_norm`.
+    regularisation: lambda of method "output", or "auto" or "paper", which choose it for models of norm `model_norm`. Of method
+        "sgd" it is 1 / (learning rate * steps), which shrinks models as much.
     fit_intercept, intercept_scaling: rows get a constant column of this value, regularised like all others.
     classes: the labels there can be, which is public. None takes those in y: then the set of them is not protected.
-    neighbours: "add_remove", or "replace_one" (method "output").
-    epochs, batch_size, learning_rate: of method "sgd"; the last also of "bias_reduced".
+    neighbours: "add_remove", or "replace_one"; method "bias_reduced" has the paper's accounting for that.
+    steps, batch_size, learning_rate: of method "sgd". batch_size None: all rows in every step; otherwise Poisson samples of so
+        many. learning_rate None: by `regularisation`, with momentum; of "bias_reduced" by the paper's formula.
     random_state: None for noise that nobody knows. Anything else is for tests, and the statement says that.
 
     Fitted: `coef_`, `intercept_`, `classes_`, `statement_`, `method_`, `n_features_in_`.
@@ -258,9 +244,9 @@ class LogisticRegression(_PrivateClassifier):
 
     def __init__(
         self, *, epsilon: float = 1.0, delta: float | None = None, method: Method = "auto", bound: float = 1.0,
-        sparsity: float | None = None, regularisation: Regularisation = "auto", model_norm: float = 10.0,
-        fit_intercept: bool = True, intercept_scaling: float = 1.0, classes: Any = None,
-        neighbours: Neighbours = "add_remove", epochs: int = 10, batch_size: int | None = None,
+        sparsity: float | None = None, regularisation: Regularisation = "auto", model_norm: float = 20.0,
+        fit_intercept: bool = True, intercept_scaling: float = 0.3, classes: Any = None,
+        neighbours: Neighbours = "add_remove", steps: int = 200, batch_size: int | None = None,
         learning_rate: float | None = None, random_state: Any = None,
     ) -> None:  # fmt: skip
         self.epsilon = epsilon
@@ -274,7 +260,7 @@ class LogisticRegression(_PrivateClassifier):
         self.intercept_scaling = intercept_scaling
         self.classes = classes
         self.neighbours = neighbours
-        self.epochs = epochs
+        self.steps = steps
         self.batch_size = batch_size
         self.learning_rate = learning_rate
         self.random_state = random_state
@@ -303,9 +289,9 @@ class LinearSVC(_PrivateClassifier):
 
     def __init__(
         self, *, epsilon: float = 1.0, delta: float | None = None, method: Method = "auto", bound: float = 1.0,
-        sparsity: float | None = None, regularisation: Regularisation = "auto", model_norm: float = 10.0,
-        fit_intercept: bool = True, intercept_scaling: float = 1.0, hinge_width: float = 0.5, classes: Any = None,
-        neighbours: Neighbours = "add_remove", epochs: int = 10, batch_size: int | None = None,
+        sparsity: float | None = None, regularisation: Regularisation = "auto", model_norm: float = 20.0,
+        fit_intercept: bool = True, intercept_scaling: float = 0.3, hinge_width: float = 0.5, classes: Any = None,
+        neighbours: Neighbours = "add_remove", steps: int = 200, batch_size: int | None = None,
         learning_rate: float | None = None, random_state: Any = None,
     ) -> None:  # fmt: skip
         self.epsilon = epsilon
@@ -320,7 +306,7 @@ class LinearSVC(_PrivateClassifier):
         self.hinge_width = hinge_width
         self.classes = classes
         self.neighbours = neighbours
-        self.epochs = epochs
+        self.steps = steps
         self.batch_size = batch_size
         self.learning_rate = learning_rate
         self.random_state = random_state
@@ -339,7 +325,7 @@ class Ridge(RegressorMixin, _PrivateLinearModel):
         self, *, epsilon: float = 1.0, delta: float | None = None, method: Method = "auto", bound: float = 1.0,
         target_bound: float = 1.0, sparsity: float | None = None, regularisation: Regularisation = "auto",
         model_norm: float = 1.0, fit_intercept: bool = True, intercept_scaling: float = 1.0,
-        neighbours: Neighbours = "add_remove", epochs: int = 10, batch_size: int | None = None,
+        neighbours: Neighbours = "add_remove", steps: int = 200, batch_size: int | None = None,
         learning_rate: float | None = None, random_state: Any = None,
     ) -> None:  # fmt: skip
         self.epsilon = epsilon
@@ -353,7 +339,7 @@ class Ridge(RegressorMixin, _PrivateLinearModel):
         self.fit_intercept = fit_intercept
         self.intercept_scaling = intercept_scaling
         self.neighbours = neighbours
-        self.epochs = epochs
+        self.steps = steps
         self.batch_size = batch_size
         self.learning_rate = learning_rate
         self.random_state = random_state
@@ -377,9 +363,7 @@ class Ridge(RegressorMixin, _PrivateLinearModel):
         return tags
 
 
-def _with_classes(
-    statement: ReleaseStatement | PrivacyStatement, classes: np.ndarray, given: bool
-) -> ReleaseStatement | PrivacyStatement:
+def _with_classes(statement: ReleaseStatement, classes: np.ndarray, given: bool) -> ReleaseStatement:
     """The statement with the word on where the classes come from."""
     shown = ", ".join(map(str, classes[:10])) + (", ..." if len(classes) > 10 else "")
     source = "they were given" if given else "they were taken from the labels, of which the set is not protected"

@@ -12,6 +12,10 @@ the estimate telescopes exactly.
 "filter", the paper's: B has exactly 2^(N+1) rows, each of the four means is (epsilon/32, delta/16)-DP by the classical Gaussian
 mechanism, sampling amplifies a step's cost to a_t (epsilon, delta) with a_t = (3 2^(N+1) + 1) / (16 n), and steps are taken until
 the filter of Whitehouse et al. (2023) is half full; the last step fits into the other half.
+
+delta = 0, by composition: the sums get Laplace noise of scale b times their l1 sensitivity. B and one of O and E move, so that
+the triplet is (2/b)-DP and the single row (1/b)-DP; a Poisson sample of rate q makes ln(1 + q (e^epsilon - 1)) of epsilon, and
+the steps add up.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import scipy.optimize
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 
 from sparsedp.accounting import Ledger, calibrate
@@ -93,20 +98,68 @@ def composition_multiplier(ladder: Ladder, rungs: np.ndarray, epsilon: float, de
     return calibrate(lambda sigma: composition_ledger(ladder, rungs, sigma), epsilon, delta)
 
 
+def pure_epsilon(ladder: Ladder, rungs: np.ndarray, noise_multiplier: float) -> float:
+    """The epsilon of a run with these rungs at delta = 0; `noise_multiplier` is b, the scale over the l1 sensitivity."""
+
+    def sampled(size: int, epsilon: float) -> float:
+        rate = size / ladder.rows
+        if epsilon > 30:  # e^epsilon may overflow
+            return epsilon + math.log(rate + (1 - rate) * math.exp(-epsilon))
+        return math.log1p(rate * math.expm1(epsilon))
+
+    triplets = (count * sampled(ladder.size(k), 2 / noise_multiplier) for k, count in Counter(rungs.tolist()).items())
+    return sum(triplets) + len(rungs) * sampled(1, 1 / noise_multiplier)
+
+
+def pure_multiplier(ladder: Ladder, rungs: np.ndarray, epsilon: float) -> float:
+    """The least b, to a millionth, with which these rungs are epsilon-DP."""
+    # Sampling makes no epsilon larger: b = 3 T / epsilon is always enough. Below 2 / (epsilon + ln n) one triplet costs too much.
+    low, high = 2 / (epsilon + math.log(ladder.rows)), 3.01 * len(rungs) / epsilon
+    least = scipy.optimize.brentq(lambda b: pure_epsilon(ladder, rungs, b) - epsilon, low, max(high, 2 * low))
+    return float(least) * (1 + 1e-6)
+
+
+@dataclass
+class Filter:
+    """How full the paper's filter is: theorem A.4 (Whitehouse et al. 2023) with delta / 4 for its two parts each.
+
+    The steps' epsilons a_t epsilon cost sqrt(2 ln(4/delta) sum (a_t epsilon)^2) + sum (a_t epsilon)^2 / 2 together: what zCDP of
+    sum (a_t epsilon)^2 / 2 is at delta / 4.
+    """
+
+    ladder: Ladder
+    epsilon: float
+    delta: float
+    linear: float = 0.0  # the sum of a_t, of delta
+    squares: float = 0.0  # that of a_t^2
+
+    @property
+    def spent(self) -> float:
+        """The share of epsilon that is spent."""
+        return math.sqrt(2 * math.log(4 / self.delta) * self.squares) + self.epsilon / 2 * self.squares
+
+    @property
+    def admits_a_step(self) -> bool:
+        """Whether it is at most half full: whatever the next step costs then fits into the other half."""
+        return self.spent <= 0.5 and self.linear <= 0.25
+
+    def take(self, rung: int) -> None:
+        price = self.ladder.price(rung)
+        self.linear, self.squares = self.linear + price, self.squares + price**2
+
+
 def filter_rungs(ladder: Ladder, epsilon: float, delta: float, generator: CipherGenerator) -> np.ndarray:
     """The rungs of a run by the paper's filter, int64 (T,): steps are taken while it is at most half full before them."""
     if epsilon > _AMPLIFIED:
         raise ConfigError(f"accounting='filter' holds for epsilon up to {_AMPLIFIED:g}, not for {epsilon:g}.")
     rungs: list[int] = []
-    linear = squares = 0.0
+    budget = Filter(ladder, epsilon, delta)
     while True:
         for rung in ladder.draw(generator, _DRAWN).tolist():
-            spent = math.sqrt(2 * math.log(4 / delta) * squares) + epsilon / 2 * squares
-            if spent > 0.5 or linear > 0.25:
+            if not budget.admits_a_step:
                 return np.array(rungs, np.int64)
             rungs.append(rung)
-            price = ladder.price(rung)
-            linear, squares = linear + price, squares + price**2
+            budget.take(rung)
 
 
 def filter_multiplier(epsilon: float, delta: float) -> float:

@@ -49,6 +49,11 @@ class Loss(ABC):
     def largest_at_zero(self) -> float:
         """sup phi(0, y): the regularised minimiser's norm is at most sqrt(phi(0) / lambda). May be infinite."""
 
+    @property
+    def slope_bound(self) -> float:
+        """sup |phi'| over predictions in the range of the targets: what gradient descent clips slopes to."""
+        return self.largest_slope(0.0)
+
     def admit(self, targets: np.ndarray) -> np.ndarray:
         """The targets as the loss takes them, each by itself: clipped where the loss needs bounded ones."""
         return targets
@@ -146,6 +151,10 @@ class Squared(Loss):
     @property
     def largest_at_zero(self) -> float:
         return 0.5 * self.bound**2
+
+    @property
+    def slope_bound(self) -> float:
+        return self.largest_slope(self.bound)
 
     def admit(self, targets: np.ndarray) -> np.ndarray:
         return np.clip(targets, -self.bound, self.bound)
