@@ -11,10 +11,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from scipy.special import betaincinv
+from scipy.special import betaincinv, ndtri
 
 from sparsedp.audit.numbers import finite_vector, probability
-from sparsedp.audit.one_run import at_least, epsilon_by_counts, gaussian_epsilon_by_counts
+from sparsedp.audit.one_run import (
+    at_least,
+    epsilon_by_counts,
+    gaussian_epsilon,
+    gaussian_epsilon_by_counts,
+    require_delta_of_gaussian,
+)
 from sparsedp.errors import SparseDPError, suggestion
 from sparsedp.noise import RandomKey
 
@@ -24,6 +30,7 @@ _SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125)
 _LEVELS = np.unique(np.concatenate([np.linspace(0, 1, 101), np.linspace(0, 0.05, 51), np.linspace(0.95, 1, 51)]))
 # Fewer would be in, or more, with this probability if fair coins had decided.
 _UNFAIR = 1e-9
+_MANY = 100_000  # canaries; if so many that are all told apart show nothing, more of them do not either
 
 
 def epsilon_lower_bound(
@@ -34,7 +41,8 @@ def epsilon_lower_bound(
     `in_scores` belong to the canaries that were trained on and `out_scores` to those that were not; higher means more likely
     in. "one_run": all are of one run, each was in by a fair coin (Steinke et al. 2023). "one_run_fdp": likewise, if the
     training's trade-off curve is a Gaussian mechanism's (Mahloujifar et al. 2024), a tighter bound. "clopper_pearson": the
-    scores are independent, one of each run. Of all scores together only their order counts.
+    scores are independent, one of each run. "clopper_pearson_gdp": likewise, under the same condition as "one_run_fdp"
+    (Nasr et al. 2023). Of all scores together only their order counts.
     """
     inside, outside = finite_vector("in_scores", in_scores), finite_vector("out_scores", out_scores)
     delta, significance = probability("delta", delta, zero=True), probability("significance", significance)
@@ -106,37 +114,64 @@ def _number_of_highest(ascending: np.ndarray, wanted: int) -> int:
 
 
 def _clopper_pearson(inside: np.ndarray, outside: np.ndarray, delta: float, significance: float) -> float:
-    """A threshold is chosen on one half of the scores and tested on the other.
+    """The best threshold of one half of the scores, tested on the other.
 
     (epsilon, delta)-DP bounds P[in >= t] by e^epsilon P[out >= t] + delta, and P[out < t] by P[in < t] likewise. Both
     probabilities are bounded by Clopper and Pearson's intervals, at half of the significance each.
     """
+
+    def bound(least: np.ndarray, most: np.ndarray) -> np.ndarray:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            return np.where(least > delta, np.log((least - delta) / most), -np.inf)
+
+    return max(0.0, _on_other_half(inside, outside, significance, bound))
+
+
+def _clopper_pearson_gdp(inside: np.ndarray, outside: np.ndarray, delta: float, significance: float) -> float:
+    """As `_clopper_pearson`, for a training whose trade-off curve is that of a Gaussian mechanism.
+
+    mu-GDP bounds Phi^-1(P[in >= t]) - Phi^-1(P[out >= t]) by mu (Nasr et al. 2023, "Tight auditing of differentially private
+    machine learning"); the bound is the epsilon of that mu at `delta`.
+    """
+    require_delta_of_gaussian(delta)
+    mu = _on_other_half(inside, outside, significance, lambda least, most: ndtri(least) - ndtri(most))
+    return gaussian_epsilon(mu, delta)
+
+
+def _on_other_half(
+    inside: np.ndarray, outside: np.ndarray, significance: float, bound: Callable[[np.ndarray, np.ndarray], np.ndarray]
+) -> float:
+    """The threshold whose `bound` is largest on one half of the scores, and its bound on the other half.
+
+    `bound(least, most)` takes a lower bound of the probability of an event on one side, in or out, and an upper bound of its
+    probability on the other.
+    """
     (first_in, second_in), (first_out, second_out) = _halves(inside), _halves(outside)
     if not len(first_in) or not len(first_out):
-        return 0.0
+        return -np.inf
     first = np.concatenate([first_in, first_out])
     thresholds = np.unique(np.quantile(first, _LEVELS, method="nearest"))
     choices = []
     for is_above in (True, False):
-        chosen_by = _bounds(first_in, first_out, thresholds, is_above, delta, significance / 2)
+        chosen_by = bound(*_probabilities(first_in, first_out, thresholds, is_above, significance / 2))
         best = int(np.argmax(chosen_by))
         choices.append((float(chosen_by[best]), thresholds[best : best + 1], is_above))
     _, threshold, is_above = max(choices, key=lambda choice: choice[0])
-    return max(0.0, float(_bounds(second_in, second_out, threshold, is_above, delta, significance / 2)[0]))
+    return float(bound(*_probabilities(second_in, second_out, threshold, is_above, significance / 2))[0])
 
 
-def _bounds(
-    inside: np.ndarray, outside: np.ndarray, thresholds: np.ndarray, is_above: bool, delta: float, each: float
-) -> np.ndarray:
-    """The bound of each threshold, from the scores that are not below it or, otherwise, from those that are; (n,)."""
+def _probabilities(
+    inside: np.ndarray, outside: np.ndarray, thresholds: np.ndarray, is_above: bool, each: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """For each threshold, (n,): at least how likely is an "in" score not below it, and at most an "out" score.
+
+    Otherwise, at least how likely is an "out" score below it, and at most an "in" score.
+    """
     hits, false_alarms = (len(scores) - np.searchsorted(np.sort(scores), thresholds) for scores in (inside, outside))
     counts, other_counts = (hits, len(inside)), (false_alarms, len(outside))
     if not is_above:
         counts, other_counts = (len(outside) - false_alarms, len(outside)), (len(inside) - hits, len(inside))
-    least = _lower(*counts, each) - delta
-    most = 1 - _lower(other_counts[1] - other_counts[0], other_counts[1], each)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(least > 0, np.log(least / most), -np.inf)
+    return _lower(*counts, each), 1 - _lower(other_counts[1] - other_counts[0], other_counts[1], each)
 
 
 def _lower(successes: np.ndarray, trials: int, significance: float) -> np.ndarray:
@@ -150,4 +185,20 @@ def _halves(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return scores[order[: len(scores) // 2]], scores[order[len(scores) // 2 :]]
 
 
-_METHODS = {"one_run": _one_run, "one_run_fdp": _one_run_fdp, "clopper_pearson": _clopper_pearson}
+def fewest_canaries(method: str, delta: float, significance: float) -> int | None:
+    """How few canaries, half of them in, can show an epsilon above 0, if they are all told apart; None: no number can."""
+    few = 2
+    while few <= _MANY:
+        scores = np.arange(few)
+        if epsilon_lower_bound(scores[few // 2 :], scores[: few // 2], delta=delta, significance=significance, method=method) > 0:
+            return few
+        few += max(2, few // 16 * 2)
+    return None
+
+
+_METHODS = {
+    "one_run": _one_run,
+    "one_run_fdp": _one_run_fdp,
+    "clopper_pearson": _clopper_pearson,
+    "clopper_pearson_gdp": _clopper_pearson_gdp,
+}
