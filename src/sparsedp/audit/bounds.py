@@ -7,7 +7,7 @@ scores than the test.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,10 @@ from sparsedp.audit.one_run import (
 from sparsedp.errors import SparseDPError, suggestion
 from sparsedp.noise import RandomKey
 
-# The shares of the canaries that are guessed, from the ends of the order of scores: tried one after another, and paid for.
-_SHARES = (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125)
+# Ways of guessing in one run: the share of the canaries that is guessed, and from how many ends of the order of scores: of
+# the highest scores "in", and of the lowest as well "out". They are tried one after another, and paid for.
+Way = tuple[float, int]
+WAYS: tuple[Way, ...] = tuple((share, ends) for share in (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125) for ends in (1, 2))
 # The shares of the scores below which thresholds of independent scores may lie; finer at the ends, where the bounds are.
 _LEVELS = np.unique(np.concatenate([np.linspace(0, 1, 101), np.linspace(0, 0.05, 51), np.linspace(0.95, 1, 51)]))
 # Fewer would be in, or more, with this probability if fair coins had decided.
@@ -49,21 +51,14 @@ def epsilon_lower_bound(
     if method not in _METHODS:
         allowed = ", ".join(_METHODS)
         raise SparseDPError(f"method must be one of {allowed}, not {method!r}{suggestion(method, _METHODS)}")
-    return _METHODS[method](inside, outside, delta, significance)
+    if method in _OF_COUNTS:
+        return one_run_bound(inside, outside, delta, significance, method, WAYS)
+    return _OF_RUNS[method](inside, outside, delta, significance)
 
 
-def _one_run(inside: np.ndarray, outside: np.ndarray, delta: float, significance: float) -> float:
-    return _best_guess(inside, outside, delta, significance, epsilon_by_counts)
-
-
-def _one_run_fdp(inside: np.ndarray, outside: np.ndarray, delta: float, significance: float) -> float:
-    return _best_guess(inside, outside, delta, significance, gaussian_epsilon_by_counts)
-
-
-def _best_guess(
-    inside: np.ndarray, outside: np.ndarray, delta: float, significance: float,
-    bound: Callable[[int, int, int, float, float], float],
-) -> float:  # fmt: skip
+def one_run_bound(
+    inside: np.ndarray, outside: np.ndarray, delta: float, significance: float, method: str, ways: Sequence[Way]
+) -> float:
     """The largest bound of all ways of guessing, each at its share of the significance."""
     count = len(inside) + len(outside)
     if at_least(max(len(inside), len(outside)), count, 0.5) < _UNFAIR:
@@ -71,31 +66,28 @@ def _best_guess(
             f"{len(inside)} of {count} canaries were in. In one run each must be in by a fair coin, and these were not: "
             "the bound would mean nothing. For scores of independent runs use method 'clopper_pearson'."
         )
-    each = significance / (2 * len(_SHARES))
     best = 0.0
-    for guesses, correct in _guesses(inside, outside):
-        best = max(best, bound(count, guesses, correct, delta, each))
+    for way in ways:
+        guesses, correct = _guesses(inside, outside, *way)
+        best = max(best, _OF_COUNTS[method](count, guesses, correct, delta, significance / len(ways)))
     return best
 
 
-def _guesses(inside: np.ndarray, outside: np.ndarray) -> Iterator[tuple[int, int]]:
-    """Numbers of guesses and of right ones: of the highest scores "in", and of the lowest as well "out"."""
+def _guesses(inside: np.ndarray, outside: np.ndarray, share: float, ends: int) -> tuple[int, int]:
+    """How many guesses a way makes, and how many of them are right."""
     both = np.sort(np.concatenate([inside, outside]))
-    for share in _SHARES:
-        for sides in (1, 2):
-            wanted = int(share * len(both) / sides)
-            high = _number_of_highest(both, wanted)
-            low = _number_of_highest(-both[::-1], wanted) if sides == 2 else 0
-            high = min(high, len(both) - low)
-            guesses, correct = 0, 0
-            if high:
-                least = both[len(both) - high]
-                guesses, correct = high, int((inside >= least).sum())
-            if low:
-                most = both[low - 1]
-                guesses, correct = guesses + low, correct + int((outside <= most).sum())
-            if guesses:
-                yield guesses, correct
+    wanted = int(share * len(both) / ends)
+    high = _number_of_highest(both, wanted)
+    low = _number_of_highest(-both[::-1], wanted) if ends == 2 else 0
+    high = min(high, len(both) - low)
+    guesses, correct = 0, 0
+    if high:
+        least = both[len(both) - high]
+        guesses, correct = high, int((inside >= least).sum())
+    if low:
+        most = both[low - 1]
+        guesses, correct = guesses + low, correct + int((outside <= most).sum())
+    return guesses, correct
 
 
 def _number_of_highest(ascending: np.ndarray, wanted: int) -> int:
@@ -124,7 +116,7 @@ def _clopper_pearson(inside: np.ndarray, outside: np.ndarray, delta: float, sign
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(least > delta, np.log((least - delta) / most), -np.inf)
 
-    return max(0.0, _on_other_half(inside, outside, significance, bound))
+    return max(0.0, _on_other_scores(inside, outside, significance, 0.5, bound))
 
 
 def _clopper_pearson_gdp(inside: np.ndarray, outside: np.ndarray, delta: float, significance: float) -> float:
@@ -134,26 +126,30 @@ def _clopper_pearson_gdp(inside: np.ndarray, outside: np.ndarray, delta: float, 
     machine learning"); the bound is the epsilon of that mu at `delta`.
     """
     require_delta_of_gaussian(delta)
-    mu = _on_other_half(inside, outside, significance, lambda least, most: ndtri(least) - ndtri(most))
+    # mu hardly depends on the threshold: few scores are enough to choose it, at whatever significance.
+    mu = _on_other_scores(inside, outside, significance, 0.2, lambda least, most: ndtri(least) - ndtri(most), 0.05)
     return gaussian_epsilon(mu, delta)
 
 
-def _on_other_half(
-    inside: np.ndarray, outside: np.ndarray, significance: float, bound: Callable[[np.ndarray, np.ndarray], np.ndarray]
-) -> float:
-    """The threshold whose `bound` is largest on one half of the scores, and its bound on the other half.
+def _on_other_scores(
+    inside: np.ndarray, outside: np.ndarray, significance: float, share: float,
+    bound: Callable[[np.ndarray, np.ndarray], np.ndarray], chosen_at: float | None = None,
+) -> float:  # fmt: skip
+    """The bound, on the other scores, of the threshold whose `bound` is largest on a share of them.
+
+    It is chosen at the significance `chosen_at`; None: the same.
 
     `bound(least, most)` takes a lower bound of the probability of an event on one side, in or out, and an upper bound of its
     probability on the other.
     """
-    (first_in, second_in), (first_out, second_out) = _halves(inside), _halves(outside)
+    (first_in, second_in), (first_out, second_out) = _parts(inside, share), _parts(outside, share)
     if not len(first_in) or not len(first_out):
         return -np.inf
     first = np.concatenate([first_in, first_out])
     thresholds = np.unique(np.quantile(first, _LEVELS, method="nearest"))
     choices = []
     for is_above in (True, False):
-        chosen_by = bound(*_probabilities(first_in, first_out, thresholds, is_above, significance / 2))
+        chosen_by = bound(*_probabilities(first_in, first_out, thresholds, is_above, (chosen_at or significance) / 2))
         best = int(np.argmax(chosen_by))
         choices.append((float(chosen_by[best]), thresholds[best : best + 1], is_above))
     _, threshold, is_above = max(choices, key=lambda choice: choice[0])
@@ -179,26 +175,35 @@ def _lower(successes: np.ndarray, trials: int, significance: float) -> np.ndarra
     return np.where(successes > 0, betaincinv(np.maximum(successes, 1), trials - successes + 1, significance), 0.0)
 
 
-def _halves(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Two halves in an order of their own: whoever gives scores may have sorted them."""
+def _parts(scores: np.ndarray, share: float) -> tuple[np.ndarray, np.ndarray]:
+    """A share of the scores, and the rest, in an order of their own: whoever gives scores may have sorted them."""
     order = RandomKey.from_seed(0).generator(len(scores)).permutation(len(scores))
-    return scores[order[: len(scores) // 2]], scores[order[len(scores) // 2 :]]
+    first = int(share * len(scores))
+    return scores[order[:first]], scores[order[first:]]
 
 
-def fewest_canaries(method: str, delta: float, significance: float) -> int | None:
-    """How few canaries, half of them in, can show an epsilon above 0, if they are all told apart; None: no number can."""
+def largest_bound(method: str, canaries: int, delta: float, significance: float, ways: Sequence[Way] = WAYS) -> float:
+    """What the bound would be if so many canaries, half of them in, were all told apart."""
+    if canaries < 2:
+        return 0.0
+    scores, half = np.arange(float(canaries)), canaries // 2
+    if method in _OF_COUNTS:
+        return one_run_bound(scores[half:], scores[:half], delta, significance, method, ways)
+    return epsilon_lower_bound(scores[half:], scores[:half], delta=delta, significance=significance, method=method)
+
+
+def fewest_canaries(method: str, delta: float, significance: float, ways: Sequence[Way] = WAYS) -> int | None:
+    """How few canaries can show an epsilon above 0, if they are all told apart; None: no number can."""
     few = 2
     while few <= _MANY:
-        scores = np.arange(few)
-        if epsilon_lower_bound(scores[few // 2 :], scores[: few // 2], delta=delta, significance=significance, method=method) > 0:
+        if largest_bound(method, few, delta, significance, ways) > 0:
             return few
         few += max(2, few // 16 * 2)
     return None
 
 
-_METHODS = {
-    "one_run": _one_run,
-    "one_run_fdp": _one_run_fdp,
-    "clopper_pearson": _clopper_pearson,
-    "clopper_pearson_gdp": _clopper_pearson_gdp,
-}
+# Epsilons of one run from (canaries, guesses, correct guesses, delta, significance).
+_OF_COUNTS = {"one_run": epsilon_by_counts, "one_run_fdp": gaussian_epsilon_by_counts}
+# Epsilons from the scores of many runs, (in, out, delta, significance).
+_OF_RUNS = {"clopper_pearson": _clopper_pearson, "clopper_pearson_gdp": _clopper_pearson_gdp}
+_METHODS = (*_OF_COUNTS, *_OF_RUNS)

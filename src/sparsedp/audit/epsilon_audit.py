@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sparsedp.audit.bounds import epsilon_lower_bound, fewest_canaries
+from sparsedp.audit.bounds import WAYS, Way, fewest_canaries, largest_bound
 from sparsedp.statement import PrivacyStatement
 
 
@@ -23,7 +24,7 @@ class EpsilonAudit:
     canaries: int
     canaries_in: int
     attack: str  # what the canaries are, and what the auditor sees
-    rule: str  # by which they were scored
+    rule: str  # by which they were scored and guessed
     reason: str | None  # why the bound is 0, if no scores could have shown more
     statement: PrivacyStatement  # of the audited training
 
@@ -39,7 +40,9 @@ class EpsilonAudit:
 
     def __str__(self) -> str:
         confidence = f"With {100 * (1 - self.significance):.6g} % confidence"
-        promised = f"epsilon = {self.claimed:.3g} is claimed" if math.isfinite(self.claimed) else "no epsilon is claimed"
+        promised = (
+            f"epsilon = {self.claimed:.3g} is claimed" if math.isfinite(self.claimed) else "no epsilon is claimed"
+        )
         if self.reason is not None:
             return f"Nothing is shown, and {promised}: {self.reason}"
         if self.bound == 0:
@@ -70,23 +73,14 @@ class EpsilonAudit:
         return json.dumps(self.to_dict(), indent=2)
 
 
-def largest_bound(method: str, canaries: int, delta: float, significance: float) -> float:
-    """What the bound would be if so many canaries, half of them in, were all told apart."""
-    if canaries < 2:
-        return 0.0
-    scores = list(range(canaries))
-    half = canaries // 2
-    return epsilon_lower_bound(scores[half:], scores[:half], delta=delta, significance=significance, method=method)
-
-
-def why_nothing(method: str, canaries: int, delta: float, significance: float) -> str | None:
+def why_nothing(
+    method: str, canaries: int, delta: float, significance: float, ways: Sequence[Way] = WAYS
+) -> str | None:
     """Why so many canaries cannot show an epsilon above 0, whatever their scores are; None: they can."""
-    if largest_bound(method, canaries, delta, significance) > 0:
+    if largest_bound(method, canaries, delta, significance, ways) > 0:
         return None
-    needed = fewest_canaries(method, delta, significance)
+    needed = fewest_canaries(method, delta, significance, ways)
     asked = f"confidence {1 - significance:.10g} at delta = {delta:g} by {method}"
     if needed is None:
-        return (
-            f"no number of canaries gives {asked}. With a smaller delta, or one of the methods for Gaussian mechanisms, some do."
-        )
+        return f"no number of canaries gives {asked}. With a smaller delta, or one of the methods for Gaussian mechanisms, some do."
     return f"{canaries} canaries cannot give {asked}, however well they are told apart; {needed} can."

@@ -74,7 +74,9 @@ class ChangeRates:
     def __init__(self, changes: np.ndarray, is_in: np.ndarray) -> None:
         edges = np.quantile(changes, np.linspace(0, 1, _BINS + 1), method="nearest")
         self._edges = np.unique([*edges, 1])  # no change at all is a bin of its own
-        counts = np.stack([np.bincount(self._bins(changes[side]), minlength=len(self._edges) + 1) for side in (is_in, ~is_in)])
+        counts = np.stack(
+            [np.bincount(self._bins(changes[side]), minlength=len(self._edges) + 1) for side in (is_in, ~is_in)]
+        )
         rates = (counts + 0.5) / (counts + 0.5).sum(1, keepdims=True)
         self._log_ratios = np.log(rates[0] / rates[1])
 

@@ -68,7 +68,8 @@ def gaussian_epsilon_by_counts(canaries: int, guesses: int, correct: int, delta:
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
     """The epsilon of a mu-GDP mechanism at `delta`; 0 for a mu that is not positive."""
-    return epsilon_of(GaussianDpEvent(1 / mu), delta) if mu > 0 else 0.0
+    with np.errstate(divide="ignore"):  # dp_accounting takes the logarithm of 0 on its way
+        return epsilon_of(GaussianDpEvent(1 / mu), delta) if mu > 0 else 0.0
 
 
 def require_delta_of_gaussian(delta: float) -> None:

@@ -2,7 +2,7 @@
 
 The auditor sees the model after every step, if that is what the mechanism protects, and otherwise the settled last one; it
 knows the canaries' directions. One run, many canaries: each is in by a fair coin (Steinke et al. 2023). Many runs, one
-canary: `many_runs` (Nasr et al. 2023).
+canary: `audit_many_runs` (Nasr et al. 2023).
 
 How the canaries are scored is learned on rehearsals: other runs of the same training, with other coins. Nothing of the
 run that is tested enters the choice, so that the choice costs no confidence.
@@ -12,26 +12,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
 
 from sparsedp.accounting import calibrate
 from sparsedp.accounting.ledger import Ledger
-from sparsedp.audit.bounds import epsilon_lower_bound
+from sparsedp.audit.bounds import Way, epsilon_lower_bound, one_run_bound
 from sparsedp.audit.epsilon_audit import EpsilonAudit, why_nothing
 from sparsedp.audit.evidence import RULES, ChangeRates, Evidence, Noise
 from sparsedp.audit.gradient_canaries import GradientCanaries, Place
 from sparsedp.audit.numbers import probability
 from sparsedp.clipping import Style
 from sparsedp.engine import PrivacyEngine
-from sparsedp.errors import SparseDPError
+from sparsedp.errors import SparseDPError, suggestion
 from sparsedp.mechanisms import DPSGD, Mechanism
 from sparsedp.noise import RandomKey
 from sparsedp.progress import Advance, Progress, no_progress
-from sparsedp.statement import PrivacyStatement
 
 _SEEDS = 1 << 62
+# Among these a rehearsal chooses. To guess fewer canaries would often be better, and sometimes much worse; to guess all is for
+# scores that are equal, of which all are guessed or none.
+_REHEARSED_WAYS: tuple[Way, ...] = ((0.125, 2), (0.125, 1), (0.25, 2), (1.0, 2))
+_ONE_RUN, _MANY_RUNS = ("one_run", "one_run_fdp"), ("clopper_pearson", "clopper_pearson_gdp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +100,6 @@ class CanaryRun:
     is_in: np.ndarray  # (canaries,) bool
     evidence: Evidence
     batches: list[np.ndarray]  # for each step, the canaries' places that were drawn, whether in or out
-    epsilon: float  # by the ledger
     engine: PrivacyEngine
 
     def scores(self, rule: str, changes: ChangeRates | None) -> tuple[np.ndarray, np.ndarray]:
@@ -104,12 +107,9 @@ class CanaryRun:
         scores = self.evidence.scores(rule, changes)
         return scores[self.is_in], scores[~self.is_in]
 
-    def statement(self, delta: float) -> PrivacyStatement:
-        return self.engine.statement(delta)
-
 
 def train_canaries(
-    training: AuditedTraining, canaries: GradientCanaries, is_in: np.ndarray, *, delta: float, seed: int | None = None,
+    training: AuditedTraining, canaries: GradientCanaries, is_in: np.ndarray, *, seed: int | None = None,
     rehearsed: Sequence[np.ndarray] | None = None, advance: Advance = lambda count: None,
 ) -> CanaryRun:  # fmt: skip
     """Trains the canaries that are in, by an engine of its own. `rehearsed` are the `batches` of a rehearsal."""
@@ -149,9 +149,8 @@ def train_canaries(
             advance(1)
             if step == training.steps:
                 break
-    epsilon = engine.get_epsilon(delta)
     engine.close()
-    return CanaryRun(is_in, evidence, batches, epsilon, engine)
+    return CanaryRun(is_in, evidence, batches, engine)
 
 
 def audit_one_run(
@@ -161,41 +160,96 @@ def audit_one_run(
     """A lower bound on the epsilon of `training` from one run with many canaries, on the "dense" parameter or on `rows` rows each.
 
     Two rehearsals come before the run: the first says how often rows change and who was in which batch, the second by which
-    rule the canaries are told apart best. With a `seed` everything can be repeated exactly.
+    rule the canaries are told apart best, and how many should be guessed. With a `seed` everything can be repeated exactly.
     """
     probability("significance", significance)
     made = GradientCanaries(canaries, on, rows)
     key = RandomKey.from_os() if seed is None else RandomKey.from_seed(seed)
-    reason = why_nothing(method, canaries, delta, significance)
+    _require_method(method, _ONE_RUN)
+    reason = why_nothing(method, canaries, delta, significance, _REHEARSED_WAYS[-1:])
     runs: list[CanaryRun] = []
     with progress("audit", 3 * training.steps) as advance:
         for number in range(3):
             runs.append(
                 train_canaries(
-                    training, made, key.generator(number, 0).random(canaries) < 0.5, delta=delta,
-                    seed=None if seed is None else int(key.generator(number, 1).integers(_SEEDS, 1)[0]),
+                    training, made, key.generator(number, 0).random(canaries) < 0.5,
+                    seed=None if seed is None else _seed(key, number),
                     rehearsed=runs[0].batches if runs else None, advance=advance,
                 )
             )  # fmt: skip
     first, second, tested = runs
     changes = ChangeRates(first.evidence.changes, first.is_in)
 
-    def bound(run: CanaryRun, rule: str) -> float:
-        inside, outside = run.scores(rule, changes)
-        return epsilon_lower_bound(inside, outside, delta=delta, significance=significance, method=method)
+    def bound(run: CanaryRun, rule: str, way: Way) -> float:
+        return one_run_bound(*run.scores(rule, changes), delta, significance, method, [way])
 
-    rule = RULES[0] if reason else max(RULES, key=lambda rule: bound(second, rule))  # of equal ones the first
-    what = "the dense parameter" if on == "dense" else f"{rows} row(s) of a table each"
+    rule, way = max(
+        product(RULES, _REHEARSED_WAYS), key=lambda choice: bound(second, *choice)
+    )  # of equal ones the first
     return EpsilonAudit(
-        bound=0.0 if reason else bound(tested, rule),
-        claimed=tested.epsilon,
+        bound=bound(tested, rule, way),
+        claimed=tested.engine.get_epsilon(delta),
         delta=delta,
         significance=significance,
         method=method,
         canaries=canaries,
         canaries_in=int(tested.is_in.sum()),
-        attack=f"white box, one run, gradient canaries on {what}",
-        rule=rule,
+        attack=f"white box, one run, gradient canaries on {_named(on, rows)}",
+        rule=f"{rule}; {way[0]:.3g} of the canaries guessed, {'in' if way[1] == 1 else 'half in and half out'}",
         reason=reason,
-        statement=tested.statement(delta),
+        statement=tested.engine.statement(delta),
     )
+
+
+def audit_many_runs(
+    training: AuditedTraining, *, delta: float, runs: int = 4000, on: Place = "dense", rows: int = 1,
+    significance: float = 0.05, method: str = "clopper_pearson_gdp", seed: int | None = None,
+    progress: Progress = no_progress,
+) -> EpsilonAudit:  # fmt: skip
+    """A lower bound on the epsilon of `training` from `runs` runs by engines of their own, with one canary in half of them.
+
+    The threshold is chosen on one half of the runs and tested on the other.
+    """
+    if not isinstance(runs, int) or runs < 2:
+        raise SparseDPError(f"runs must be a whole number of at least 2, not {runs!r}.")
+    probability("significance", significance)
+    made = GradientCanaries(1, on, rows)
+    _require_method(method, _MANY_RUNS)
+    reason = why_nothing(method, runs, delta, significance)
+    scores: tuple[list[float], list[float]] = ([], [])  # out, in
+    with progress("audit", runs * training.steps) as advance:
+        for number in range(runs):
+            is_in = number % 2
+            run = train_canaries(
+                training, made, np.array([bool(is_in)]),
+                seed=None if seed is None else _seed(RandomKey.from_seed(seed), number), advance=advance,
+            )  # fmt: skip
+            scores[is_in].append(float(run.evidence.scores(RULES[0], None)[0]))
+    bound = epsilon_lower_bound(scores[1], scores[0], delta=delta, significance=significance, method=method)
+    return EpsilonAudit(
+        bound=bound,
+        claimed=run.engine.get_epsilon(delta),
+        delta=delta,
+        significance=significance,
+        method=method,
+        canaries=runs,
+        canaries_in=len(scores[1]),
+        attack=f"white box, {runs} runs, a gradient canary on {_named(on, rows)} in half of them",
+        rule=RULES[0],
+        reason=reason,
+        statement=run.engine.statement(delta),
+    )
+
+
+def _require_method(method: str, allowed: Sequence[str]) -> None:
+    if method not in allowed:
+        raise SparseDPError(f"method must be one of {', '.join(allowed)}, not {method!r}{suggestion(method, allowed)}")
+
+
+def _seed(key: RandomKey, number: int) -> int:
+    """Of the engine of run `number`."""
+    return int(key.generator(number, 1).integers(_SEEDS, 1)[0])
+
+
+def _named(on: Place, rows: int) -> str:
+    return "the dense parameter" if on == "dense" else f"{rows} row(s) of a table"
