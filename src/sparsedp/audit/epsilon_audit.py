@@ -82,5 +82,7 @@ def why_nothing(
     needed = fewest_canaries(method, delta, significance, ways)
     asked = f"confidence {1 - significance:.10g} at delta = {delta:g} by {method}"
     if needed is None:
-        return f"no number of canaries gives {asked}. With a smaller delta, or one of the methods for Gaussian mechanisms, some do."
+        return (
+            f"no number of canaries gives {asked}. With a smaller delta, or a method for Gaussian mechanisms, some do."
+        )
     return f"{canaries} canaries cannot give {asked}, however well they are told apart; {needed} can."

@@ -31,6 +31,7 @@ from sparsedp.mechanisms import DPSGD, Mechanism
 from sparsedp.noise import RandomKey
 from sparsedp.progress import Advance, Progress, no_progress
 
+_DPSGD = DPSGD()
 _SEEDS = 1 << 62
 # Among these a rehearsal chooses. To guess fewer canaries would often be better, and sometimes much worse; to guess all is for
 # scores that are equal, of which all are guessed or none.
@@ -43,7 +44,7 @@ class AuditedTraining:
     """The training that is audited: its mechanism and plan. The model is the audit's own."""
 
     noise_multiplier: float
-    mechanism: Mechanism = DPSGD()
+    mechanism: Mechanism = _DPSGD
     steps: int = 4
     sample_rate: float = 1.0
     max_grad_norm: float = 1.0
@@ -58,7 +59,7 @@ class AuditedTraining:
 
     @staticmethod
     def with_epsilon(
-        epsilon: float, delta: float, *, mechanism: Mechanism = DPSGD(), steps: int = 4, sample_rate: float = 1.0,
+        epsilon: float, delta: float, *, mechanism: Mechanism = _DPSGD, steps: int = 4, sample_rate: float = 1.0,
         max_grad_norm: float = 1.0, clipping: Style = "flat", accountant: str = "pld",
     ) -> AuditedTraining:  # fmt: skip
         """The one with the least noise that keeps within (`epsilon`, `delta`)."""
@@ -114,11 +115,11 @@ def train_canaries(
 ) -> CanaryRun:  # fmt: skip
     """Trains the canaries that are in, by an engine of its own. `rehearsed` are the `batches` of a rehearsal."""
     units, batch_size = training.sizes(canaries.count)
-    module = canaries.module()
+    model = canaries.module()
     engine = PrivacyEngine(training.accountant, seed)
     module, optimizer, loader = engine.make_private(
-        module=module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1.0),
         data_loader=canaries.loader(is_in, units, batch_size, training.max_grad_norm),
         noise_multiplier=training.noise_multiplier,
         max_grad_norm=training.max_grad_norm,
@@ -157,7 +158,7 @@ def audit_one_run(
     training: AuditedTraining, *, delta: float, canaries: int = 5000, on: Place = "rows", rows: int = 1,
     significance: float = 0.05, method: str = "one_run_fdp", seed: int | None = None, progress: Progress = no_progress,
 ) -> EpsilonAudit:  # fmt: skip
-    """A lower bound on the epsilon of `training` from one run with many canaries, on the "dense" parameter or on `rows` rows each.
+    """A lower bound on the epsilon of `training` from one run with many canaries, on a "dense" parameter or on `rows` rows each.
 
     Two rehearsals come before the run: the first says how often rows change and who was in which batch, the second by which
     rule the canaries are told apart best, and how many should be guessed. With a `seed` everything can be repeated exactly.
