@@ -76,6 +76,7 @@ class PrivacyEngine:
         self._optimizer: PrivateOptimizer | None = None
         self._loader: PrivateLoader | None = None
         self._notes: list[str] = []
+        self._unit_is: str | None = None
         self._checked = 0  # units that sparsedp.check looked at
         self._lineage = checkpoint.Lineage()  # the checkpoints that were written or read here
         self._capture: Capture | None = None
@@ -310,6 +311,7 @@ class PrivacyEngine:
             steps=self.ledger.steps,
             seeded=self._key.seeded,
             notes=tuple(self._notes),
+            unit_is=self._unit_is,
             checked=self._checked,
             abandoned=self.ledger.abandoned,
             dp_accounting_epsilon=dp_accounting_above(self.ledger, delta, epsilon / 0.9) if compared else None,
@@ -321,6 +323,10 @@ class PrivacyEngine:
     def add_note(self, note: str) -> None:
         """Adds to what the statement does not cover, such as a vocabulary counted on private data."""
         self._notes.append(note)
+
+    def describe_unit(self, text: str) -> None:
+        """Lets the statement say what an example or a user is in these data, where that is not plain."""
+        self._unit_is = text
 
     def add_check(self, report: CheckReport) -> None:
         """Lets the statement say that `sparsedp.check` passed: `engine.add_check(sparsedp.check(...))`."""

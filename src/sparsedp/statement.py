@@ -100,13 +100,13 @@ class PrivacyStatement:
 def make_statement(
     plan: PrivacyPlan, *, epsilon: float, delta: float, steps: int, seeded: bool, notes: tuple[str, ...] = (),
     checked: int = 0, abandoned: int = 0, dp_accounting_epsilon: float | None = None, resumed: bool = False,
-    signed: bool = False, drawn: int = 0,
+    signed: bool = False, drawn: int = 0, unit_is: str | None = None,
 ) -> PrivacyStatement:  # fmt: skip
     """The statement for a run of `steps` steps by `plan`. `notes` are further things that are not covered.
 
     `checked` is the number of units that `sparsedp.check` looked at, `abandoned` that of steps which are not part of the model.
     `resumed`: the run went on from a checkpoint, which was `signed` with a key or not. `drawn` logical batches came from the
-    loader.
+    loader. `unit_is` says what a unit is in these data.
     """
     rate = f"rate {plan.batch_size}/{plan.dataset_size} = {plan.sample_rate:.3g}"
     unit: str = plan.unit
@@ -123,6 +123,8 @@ def make_statement(
             f"Each example's loss depends on that example alone. {_verified(checked)}",
             "Batches keep the order of the examples that they are made of: neither collate_fn nor the loop sorts them.",
         ]
+    if unit_is is not None:
+        assumptions.insert(1, unit_is)
     if plan.public_inputs:
         named = ", ".join(plan.public_inputs)
         assumptions.append(f"These inputs do not depend on who is in a batch, as was declared: {named}.")

@@ -1,19 +1,26 @@
 """What a trained model gives away, measured: exposure of canaries, lower bounds on epsilon from scores, and audits that train."""
 
 from sparsedp.audit.bounds import epsilon_lower_bound
-from sparsedp.audit.epsilon_audit import EpsilonAudit
+from sparsedp.audit.canaries import CanaryPlan, MakesCanaries, make_canaries
+from sparsedp.audit.epsilon_audit import EpsilonAudit, audit_scores
 from sparsedp.audit.exposures import ReferenceFit, exposure, fit_references
+from sparsedp.audit.inserted import WithCanaries
 from sparsedp.audit.one_run import one_run_p_value
 from sparsedp.audit.white_box import AuditedTraining, audit_many_runs, audit_one_run
 
 __all__ = [
     "AuditedTraining",
+    "CanaryPlan",
     "EpsilonAudit",
+    "MakesCanaries",
     "ReferenceFit",
+    "WithCanaries",
     "audit_many_runs",
     "audit_one_run",
+    "audit_scores",
     "epsilon_lower_bound",
     "exposure",
     "fit_references",
+    "make_canaries",
     "one_run_p_value",
 ]

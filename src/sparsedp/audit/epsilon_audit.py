@@ -5,28 +5,42 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from sparsedp.audit.bounds import WAYS, Way, fewest_canaries, largest_bound
+import numpy as np
+
+from sparsedp.audit.bounds import WAYS, Way, epsilon_lower_bound, fewest_canaries, largest_bound
+from sparsedp.audit.numbers import finite_vector
 from sparsedp.statement import PrivacyStatement
 
 
 @dataclass(frozen=True)
 class EpsilonAudit:
-    """A lower bound on epsilon at `delta`, with confidence 1 - `significance`, beside the claimed one. `str()` is a sentence."""
+    """A lower bound on epsilon, with confidence 1 - `significance`, beside the claimed one. `str()` is a sentence."""
 
     bound: float  # 0: nothing was shown
-    claimed: float  # infinite: there is no guarantee
-    delta: float
     significance: float
     method: str  # of sparsedp.audit.epsilon_lower_bound
-    canaries: int
-    canaries_in: int
     attack: str  # what the canaries are, and what the auditor sees
     rule: str  # by which they were scored and guessed
     reason: str | None  # why the bound is 0, if no scores could have shown more
     statement: PrivacyStatement  # of the audited training
+    in_scores: np.ndarray = field(compare=False, repr=False)  # of the canaries that were in; higher: more likely in
+    out_scores: np.ndarray = field(compare=False, repr=False)
+
+    @property
+    def claimed(self) -> float:
+        """Infinite: there is no guarantee."""
+        return self.statement.epsilon
+
+    @property
+    def delta(self) -> float:
+        return self.statement.delta
+
+    @property
+    def canaries(self) -> int:
+        return len(self.in_scores) + len(self.out_scores)
 
     @property
     def contradicts(self) -> bool:
@@ -39,18 +53,15 @@ class EpsilonAudit:
         return self.bound / self.claimed if 0 < self.claimed < math.inf else 0.0
 
     def __str__(self) -> str:
-        confidence = f"With {100 * (1 - self.significance):.6g} % confidence"
-        promised = (
-            f"epsilon = {self.claimed:.3g} is claimed" if math.isfinite(self.claimed) else "no epsilon is claimed"
-        )
+        claimed = f"epsilon = {self.claimed:.3g} is claimed" if math.isfinite(self.claimed) else "no epsilon is claimed"
         if self.reason is not None:
-            return f"Nothing is shown, and {promised}: {self.reason}"
-        if self.bound == 0:
-            shown = f"{confidence} nothing is shown at delta = {self.delta:g}"
-        else:
-            shown = f"{confidence} epsilon is at least {self.bound:.3g} at delta = {self.delta:g}"
+            return f"Nothing is shown, and {claimed}: {self.reason}"
+        shown = f"epsilon is at least {self.bound:.3g}" if self.bound > 0 else "nothing is shown"
         verdict = ": THE CLAIM IS WRONG" if self.contradicts else ""
-        return f"{shown}, and {promised}{verdict} ({self.attack}, {self.canaries} canaries, {self.method})."
+        return (
+            f"With {100 * (1 - self.significance):.6g} % confidence {shown} at delta = {self.delta:g}, and {claimed}{verdict} "
+            f"({self.attack}; {self.canaries} canaries, method {self.method})."
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -61,7 +72,7 @@ class EpsilonAudit:
             "significance": self.significance,
             "method": self.method,
             "canaries": self.canaries,
-            "canaries_in": self.canaries_in,
+            "canaries_in": len(self.in_scores),
             "attack": self.attack,
             "rule": self.rule,
             "reason": self.reason,
@@ -71,6 +82,21 @@ class EpsilonAudit:
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
+
+
+def audit_scores(
+    in_scores: Any, out_scores: Any, *, statement: PrivacyStatement, attack: str = "scores of canaries",
+    significance: float = 0.05, method: str = "one_run",
+) -> EpsilonAudit:  # fmt: skip
+    """The audit of a training with this statement by scores of its canaries, as `epsilon_lower_bound` takes them."""
+    inside, outside = finite_vector("in_scores", in_scores), finite_vector("out_scores", out_scores)
+    bound = epsilon_lower_bound(
+        inside, outside, delta=statement.delta, significance=significance, method=method
+    )  # fmt: skip
+    reason = why_nothing(method, len(inside) + len(outside), statement.delta, significance)
+    return EpsilonAudit(
+        bound, significance, method, attack, "the scores as they are", reason, statement, inside, outside
+    )
 
 
 def why_nothing(

@@ -68,7 +68,7 @@ class GradientCanaries:
             at = torch.tensor(chosen)
             return left[at], right[at], ids[at], length[at], at
 
-        return DataLoader(_Places(units), batch_size=batch_size, collate_fn=collate)
+        return DataLoader(_Places(units), batch_size=batch_size, shuffle=True, collate_fn=collate)
 
     def coordinates(self, weights: dict[str, Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Of all weights, those that each canary moves, (count, rows) float64; and others that no canary moves, as many.

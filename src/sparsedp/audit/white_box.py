@@ -19,8 +19,8 @@ import torch
 
 from sparsedp.accounting import calibrate
 from sparsedp.accounting.ledger import Ledger
-from sparsedp.audit.bounds import Way, epsilon_lower_bound, one_run_bound
-from sparsedp.audit.epsilon_audit import EpsilonAudit, why_nothing
+from sparsedp.audit.bounds import Way, one_run_bound
+from sparsedp.audit.epsilon_audit import EpsilonAudit, audit_scores, why_nothing
 from sparsedp.audit.evidence import RULES, ChangeRates, Evidence, Noise
 from sparsedp.audit.gradient_canaries import GradientCanaries, Place
 from sparsedp.audit.numbers import probability
@@ -50,6 +50,7 @@ class AuditedTraining:
     max_grad_norm: float = 1.0
     clipping: Style = "flat"
     accountant: str = "pld"
+    poisson_sampling: bool = True  # False: shuffled batches, accounted for as if they were not
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int) or self.steps < 1:
@@ -126,6 +127,7 @@ def train_canaries(
         clipping=training.clipping,
         mechanism=training.mechanism,
         loss_reduction="sum",
+        poisson_sampling=training.poisson_sampling,
     )
     evidence = Evidence(canaries.count, training.noise(), rehearsed if training.shows_every_step else None)
     batches: list[np.ndarray] = []
@@ -187,18 +189,17 @@ def audit_one_run(
     rule, way = max(
         product(RULES, _REHEARSED_WAYS), key=lambda choice: bound(second, *choice)
     )  # of equal ones the first
+    inside, outside = tested.scores(rule, changes)
     return EpsilonAudit(
         bound=bound(tested, rule, way),
-        claimed=tested.engine.get_epsilon(delta),
-        delta=delta,
         significance=significance,
         method=method,
-        canaries=canaries,
-        canaries_in=int(tested.is_in.sum()),
         attack=f"white box, one run, gradient canaries on {_named(on, rows)}",
         rule=f"{rule}; {way[0]:.3g} of the canaries guessed, {'in' if way[1] == 1 else 'half in and half out'}",
         reason=reason,
         statement=tested.engine.statement(delta),
+        in_scores=inside,
+        out_scores=outside,
     )
 
 
@@ -216,7 +217,6 @@ def audit_many_runs(
     probability("significance", significance)
     made = GradientCanaries(1, on, rows)
     _require_method(method, _MANY_RUNS)
-    reason = why_nothing(method, runs, delta, significance)
     scores: tuple[list[float], list[float]] = ([], [])  # out, in
     with progress("audit", runs * training.steps) as advance:
         for number in range(runs):
@@ -226,20 +226,10 @@ def audit_many_runs(
                 seed=None if seed is None else _seed(RandomKey.from_seed(seed), number), advance=advance,
             )  # fmt: skip
             scores[is_in].append(float(run.evidence.scores(RULES[0], None)[0]))
-    bound = epsilon_lower_bound(scores[1], scores[0], delta=delta, significance=significance, method=method)
-    return EpsilonAudit(
-        bound=bound,
-        claimed=run.engine.get_epsilon(delta),
-        delta=delta,
-        significance=significance,
-        method=method,
-        canaries=runs,
-        canaries_in=len(scores[1]),
+    return audit_scores(
+        scores[1], scores[0], statement=run.engine.statement(delta), significance=significance, method=method,
         attack=f"white box, {runs} runs, a gradient canary on {_named(on, rows)} in half of them",
-        rule=RULES[0],
-        reason=reason,
-        statement=run.engine.statement(delta),
-    )
+    )  # fmt: skip
 
 
 def _require_method(method: str, allowed: Sequence[str]) -> None:

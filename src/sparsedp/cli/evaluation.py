@@ -50,7 +50,7 @@ def evaluate(
 
 def rank_items(config: Config, model: nn.Module, data: Data, held_out: Any) -> dict[str, Any]:
     """NDCG@10 and HIT@10 on some of the held-out items, beside those of the most popular items."""
-    with _evaluating(model):
+    with evaluating(model):
         return rank(config, model, data.training, held_out)
 
 
@@ -127,7 +127,7 @@ def _outputs(
     outputs: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
     total, done = 0.0, 0
-    with torch.no_grad(), _evaluating(model):
+    with torch.no_grad(), evaluating(model):
         batches = _batches(dataset, collate, batch_size)
         while done < len(dataset):
             rows = range(done, min(done + batch_size, len(dataset)))
@@ -198,7 +198,7 @@ def _batches(dataset: Any, collate: Callable[[Any], Any], batch_size: int) -> It
 
 
 @contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """eval() for a while. Then each module has its own mode again: a frozen BatchNorm must stay in eval()."""
     modes = {module: module.training for module in model.modules()}
     model.eval()

@@ -18,6 +18,7 @@ from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data, RowsRead
 from sparsedp.cli.config.losses import SEQUENCE_LOSSES, Loss
 from sparsedp.cli.progress import draw_progress
+from sparsedp.data import LabelCollate
 from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import ConfigError
 from sparsedp.models import DPFormer
@@ -94,6 +95,8 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
         model, optimizer, private = engine.make_private(noise_multiplier=privacy.noise_multiplier, **common)
     if data.vocabulary_is_private:
         engine.add_note("The vocabulary, which was counted on the private data without noise.")
+    if (unit_is := getattr(data.training, "unit_is", None)) is not None:
+        engine.describe_unit(unit_is)
     tell_noise(config, model, data.training, engine.plan)
     steps = training.epochs * private.steps_per_epoch
     scheduler = LambdaLR(optimizer, config.optimizer.scheduler.shares(steps))
@@ -129,12 +132,13 @@ def load_data(config: Config, progress: RowsRead | None = None) -> Data:
 
 
 def with_collate(config: Config, data: Data) -> Data:
-    """The data with batches as the loss wants them: one that scores sequences may want negatives."""
-    if config.loss not in SEQUENCE_LOSSES:
+    """The data with batches as the loss wants them, with what is drawn for them: labels and negatives."""
+    named = config.loss in SEQUENCE_LOSSES
+    if not named and not isinstance(data.collate, LabelCollate):
         return data
     if not hasattr(data.training, "items"):
         raise ConfigError(f"loss: {config.loss} is for sequences; this data set has no attribute items")
-    return replace(data, collate=SequenceCollate(config.training, data.training.items, data.collate))
+    return replace(data, collate=SequenceCollate(config.training, data.training.items, data.collate, named))
 
 
 def make_stream(config: Config, data: Data) -> Stream | None:

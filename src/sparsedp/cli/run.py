@@ -11,7 +11,9 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
+from sparsedp.audit.canaries import CanaryPlan
 from sparsedp.check import CheckReport, check
+from sparsedp.cli.canaries import insert_canaries
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data
 from sparsedp.cli.files import require_space
@@ -44,14 +46,16 @@ def run_training(
     should_stop: Callable[[int], bool] = lambda step: False,
     on_signals: bool = False,
     data: Data | None = None,
+    canaries: CanaryPlan | None = None,
     keep_model: bool = True,
     at_end: Callable[[Prepared], dict[str, Any]] = lambda parts: {},
 ) -> RunResult:
     """Runs a configuration to its end, or until `should_stop(step)` or, with `on_signals`, Ctrl-C or SIGTERM.
 
     With `resume` it goes on from the checkpoint in `run_dir`; otherwise `run_dir` must be new or empty. `data` is what
-    `load_data` gave for this configuration, if it was called before. Without `keep_model` neither weights nor
-    checkpoints are written, so that the run cannot be resumed. What `at_end` returns joins the result.
+    `load_data` gave for this configuration, if it was called before. `canaries` are inserted into them, for an audit; a run
+    that is resumed has those that it was started with. Without `keep_model` neither weights nor checkpoints are written, so
+    that the run cannot be resumed. What `at_end` returns joins the result.
     """
     started = time.monotonic()
     reporter = reporter or Reporter()
@@ -61,21 +65,29 @@ def run_training(
         if resume:
             assert run_dir is not None
             folder = enter(RunFolder.open(run_dir))  # before data are read: another command may be at work in it
+            canaries = folder.read_canaries()
         elif run_dir is not None:
             refuse_used_folder(run_dir)
         limit_threads(config)
         config.make_mechanism()  # what it refuses is refused before any data is read
         data = with_collate(config, load_with_progress(config, reporter) if data is None else data)
+        if canaries is not None:
+            data = insert_canaries(config, data, canaries)
+            reporter.say(f"Canaries: {canaries.insertions:,} examples inserted for an audit ({canaries.audit})")
         model = make_model(config, data.training)
         checked = _check(config, model, data, reporter) if config.training.check else None
         prepared = prepare(config, data, model)
         if checked is not None:
             prepared.engine.add_check(checked)
+        if canaries is not None:
+            prepared.engine.add_note(
+                f"{canaries.insertions} canaries, inserted for an audit ({canaries.audit}): this model is for the audit alone."
+            )
         _describe(prepared, reporter)
         if keep_model:
             _require_space(config, model, run_dir, resume)
         if folder is None:
-            folder = enter(RunFolder.create(run_dir, config, prepared.engine.plan))
+            folder = enter(RunFolder.create(run_dir, config, prepared.engine.plan, canaries))
         signals = enter(stop_on_signals()) if on_signals else None
         training = Training(config, prepared, folder, reporter, started, keep_model, at_end, signals)
         if resume:

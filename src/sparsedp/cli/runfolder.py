@@ -10,6 +10,7 @@ private/
   README.txt       says that nothing here is for release
   config.yaml      the configuration, with every default written out
   code.json        which files the code came from that the configuration names
+  canaries.json    of a run for an audit: which canaries were inserted, and the key that they were drawn from
   metrics.jsonl    one JSON object per logged step and per evaluation
   checkpoint.pt    what a run is resumed from; `torch.load` finds the weights under "model"
   totals.json      sums over the steps of the checkpoint, and its last evaluation
@@ -32,6 +33,7 @@ from typing import Any
 
 import torch
 
+from sparsedp.audit.canaries import CanaryPlan
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.load import dump_config, find_config, load_config
 from sparsedp.cli.config.trust import Code, digest
@@ -41,7 +43,9 @@ from sparsedp.plan import PrivacyPlan
 from sparsedp.statement import PrivacyStatement
 
 RELEASED = ("config.yaml", "plan.json", "model.pt", "frequencies.pt", "statement.txt", "statement.json")
-_PRIVATE = ("README.txt", "config.yaml", "code.json", "metrics.jsonl", "checkpoint.pt", "totals.json", "result.json")
+_PRIVATE = (
+    "README.txt", "config.yaml", "code.json", "canaries.json", "metrics.jsonl", "checkpoint.pt", "totals.json", "result.json",
+)  # fmt: skip
 # What the released configuration leaves out: where the data are, what the user's own code was told about them, and seeds.
 _LEFT_OUT = (
     "data.paths", "data.path", "data.cache_dir", "data.user_column", "data.vocabulary.path", "data.options",
@@ -70,7 +74,9 @@ class RunFolder:
 
     @staticmethod
     @contextmanager
-    def create(path: Path | None, config: Config, plan: PrivacyPlan) -> Iterator[RunFolder]:
+    def create(
+        path: Path | None, config: Config, plan: PrivacyPlan, canaries: CanaryPlan | None = None
+    ) -> Iterator[RunFolder]:
         """A new folder, runs/<name>-<time> unless `path` is given; never one that holds something."""
         path = _default_path(config.name) if path is None else path
         refuse_used_folder(path)
@@ -83,6 +89,8 @@ class RunFolder:
             write_text(folder.private / "README.txt", _README)
             write_text(folder.private / "code.json", _json(_code_of(config), indent=2) + "\n")
             write_text(folder.release / "plan.json", _json(plan.to_dict(), indent=2))
+            if canaries is not None:
+                write_text(folder.private / "canaries.json", _json(canaries.to_dict()) + "\n")
             folder.write_config(config)
             yield folder
 
@@ -183,6 +191,15 @@ class RunFolder:
         if step is not None or self.is_released:
             raise SparseDPError(f"{self.path} has lost its checkpoint: {self.checkpoint} is missing. Start a new run.")
 
+    @property
+    def has_canaries(self) -> bool:
+        return (self.private / "canaries.json").is_file()
+
+    def read_canaries(self) -> CanaryPlan | None:
+        """Which canaries are in the run's data; None if there are none."""
+        values = self._read("canaries.json", None)
+        return None if values is None else CanaryPlan.from_dict(_mapping(values))
+
     def write_result(self, result: dict[str, Any]) -> None:
         write_text(self.private / "result.json", _json(result, indent=2) + "\n")
 
@@ -229,7 +246,7 @@ def require_run_folder(path: Path) -> None:
 
 def refuse_used_folder(path: Path) -> None:
     """A folder that a run began to make, and did not get to its own configuration, counts as new."""
-    begun = {"private": {"README.txt", "code.json"}, "release": {"config.yaml", "plan.json"}}
+    begun = {"private": {"README.txt", "code.json", "canaries.json"}, "release": {"config.yaml", "plan.json"}}
     if path.is_dir():
         entries = {entry.relative_to(path) for entry in path.rglob("*")}
         new = {Path(part) for part in begun} | {Path(part, name) for part, names in begun.items() for name in names}

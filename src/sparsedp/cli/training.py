@@ -55,7 +55,7 @@ class _Position:
     ledger: tuple[Entry, ...]
     loader: dict[str, int]
     generator: Tensor | None  # torch's, of a seeded run
-    negatives: list[int] | None
+    drawn: list[int] | None  # of labels and negatives
 
 
 class Training:
@@ -209,7 +209,7 @@ class Training:
         with self._held():
             require_space(self.folder.path, self._bytes(), "the next checkpoint")
             self._write_totals()
-            extra = {"scheduler": self.parts.scheduler.state_dict(), "negatives": self._position.negatives}
+            extra = {"scheduler": self.parts.scheduler.state_dict(), "negatives": self._position.drawn}
             self.parts.engine.save_checkpoint(self.folder.checkpoint, extra=extra)
             self.saved = self.step
         self._saving = False

@@ -23,6 +23,14 @@ from sparsedp.data.sequences import (
     make_sequences,
     open_sequences,
 )
+from sparsedp.data.timelines import (
+    HeldOutLabels,
+    LabelCollate,
+    Timeline,
+    TimelineDataset,
+    TimelineSplit,
+    split_timelines,
+)
 from sparsedp.data.vocabulary import CountVocabulary, GivenVocabulary, HashVocabulary
 
 __all__ = [
@@ -38,12 +46,17 @@ __all__ = [
     "GivenVocabulary",
     "HashVocabulary",
     "HeldOutItems",
+    "HeldOutLabels",
+    "LabelCollate",
     "MalformedLine",
     "Ranking",
     "ReadSummary",
     "SequenceDataset",
     "SequenceSplit",
     "Sequences",
+    "Timeline",
+    "TimelineDataset",
+    "TimelineSplit",
     "auc",
     "collate_clicks",
     "generated_click_log",
@@ -56,5 +69,6 @@ __all__ = [
     "rank_held_out",
     "ranks",
     "read_actions",
+    "split_timelines",
     "write_click_log",
 ]

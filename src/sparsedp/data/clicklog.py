@@ -18,6 +18,7 @@ from sparsedp.data.clickcache import Paths, ReadSummary
 from sparsedp.data.clickparse import CATEGORIES, INTEGERS, MISSING_INTEGER
 from sparsedp.data.vocabulary import GivenVocabulary, HashVocabulary, Vocabulary
 from sparsedp.errors import ConfigError
+from sparsedp.generator import CipherGenerator
 
 # Vocabulary sizes of Criteo's categorical features 14 to 39 (DP-AdaFEST, Table 3).
 # fmt: off
@@ -127,6 +128,14 @@ class ClickDataset(Dataset[Item]):
     def users(self) -> np.ndarray | None:
         """int64 [n], the user of each item; None if the log has none."""
         return None if self._users is None else self._view(self._users)
+
+    def make_canary(self, generator: CipherGenerator) -> Item:
+        """An example for audits: the integers of a row drawn at random, each category drawn evenly from all of its rows, and a
+        click. Nearly all rows of a category are rare, so that no other example has a combination like it.
+        """
+        integers, _, _ = self[int(generator.integers(len(self), 1)[0])]
+        categories = generator.integers(np.array(self.vocabulary_sizes), len(self.vocabulary_sizes))
+        return integers, torch.from_numpy(categories), torch.tensor(1.0)
 
     def _view(self, array: np.ndarray) -> np.ndarray:
         return array if self._indices is None else array[self._indices]

@@ -1,13 +1,14 @@
-"""How high a model ranks the item that came next, among all items: NDCG and HIT.
+"""How high a model ranks the item that came next, among all items: NDCG, HIT, precision and recall.
 
 Of one held-out item at rank r (from 1), HIT@k is 1 if r <= k, and NDCG@k is 1 / log2(1 + r) if r <= k; else both are 0.
+One item is relevant, so that recall@k is HIT@k, and precision@k is HIT@k / k.
 Ties count against the item, so that a constant score puts it last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,15 +28,18 @@ _BLOCK = (
 
 @dataclass(frozen=True)
 class Ranking:
-    """Means over users."""
+    """Means over users. `hits` has HIT@k for the k of `HeldOutItems.cutoffs`."""
 
     ndcg: float
     hit: float
     k: int
     users: int
+    hits: dict[int, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, float]:
-        return {f"ndcg@{self.k}": self.ndcg, f"hit@{self.k}": self.hit}
+        precision = {f"precision@{k}": hit / k for k, hit in self.hits.items()}
+        recall = {f"recall@{k}": hit for k, hit in self.hits.items()}
+        return {f"ndcg@{self.k}": self.ndcg, f"hit@{self.k}": self.hit, **precision, **recall}
 
 
 def ranks(scores: Tensor, item: Tensor, exclude: Tensor | None = None) -> Tensor:
@@ -77,16 +81,19 @@ def rank_held_out(
         )
     if not where:
         raise SparseDPError("Nothing is held out, so that there is nothing to rank.")
-    hit = ndcg = 0.0
+    parts = []
     with torch.no_grad():
         for begin in range(0, len(where), chunk):
             users = where[begin : begin + chunk]
             history, item = data.collate(data.__getitems__(users))
-            target_ranks = ranks(score(history).cpu(), item, data.seen(users) if exclude_seen else None)
-            top = target_ranks[target_ranks <= k].double()
-            hit += len(top)
-            ndcg += float((1 / torch.log2(1 + top)).sum())
-    return Ranking(ndcg / len(where), hit / len(where), k, len(where))
+            parts.append(ranks(score(history).cpu(), item, data.seen(users) if exclude_seen else None))
+    target_ranks = torch.cat(parts).double()
+    ndcg = torch.where(target_ranks <= k, 1 / torch.log2(1 + target_ranks), 0.0).mean().item()
+
+    def hit(k: int) -> float:
+        return (target_ranks <= k).double().mean().item()
+
+    return Ranking(ndcg, hit(k), k, len(where), {cutoff: hit(cutoff) for cutoff in data.cutoffs})
 
 
 def popularity_scorer(training: Any) -> Scorer:

@@ -51,6 +51,7 @@ class Actions:
     items: np.ndarray  # int64 [actions]
     times: np.ndarray | None  # int64 [actions]
     item_names: tuple[str, ...]
+    user_names: tuple[str, ...] = ()
 
 
 def read_actions(path: str | os.PathLike[str], format: str = "auto") -> Actions:
@@ -107,7 +108,7 @@ def _read_rows(path: Path, lines: TextIO, format: str) -> Actions:
     if not user_of:
         raise DataError(f"{path}: no actions in it")
     times = None if layout is None or layout.time is None else _whole(time_of)
-    return Actions(_whole(user_of), _whole(item_of), times, tuple(items))
+    return Actions(_whole(user_of), _whole(item_of), times, tuple(items), tuple(users))
 
 
 def _read_lists(path: Path, lines: TextIO) -> Actions:
@@ -128,7 +129,7 @@ def _read_lists(path: Path, lines: TextIO) -> Actions:
         item_of.extend(items.setdefault(item, len(items)) for item in items_of_user)
     if not user_of:
         raise DataError(f"{path}: no actions in it")
-    return Actions(_whole(user_of), _whole(item_of), None, tuple(items))
+    return Actions(_whole(user_of), _whole(item_of), None, tuple(items), tuple(users))
 
 
 def _whole(values: array[int]) -> np.ndarray:

@@ -10,6 +10,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from torch.utils.data import Dataset
 
 from sparsedp.data.sequencefiles import Actions, read_actions
 from sparsedp.errors import ConfigError, DataError
+from sparsedp.generator import CipherGenerator
 
 Item = tuple[Tensor, Tensor]
 
@@ -36,7 +38,7 @@ class Sequences:
     """User u has the items `actions[starts[u] : starts[u + 1]]`, in order of time; ids from 1 to `items`.
 
     `vocabulary_is_private` is true where the items, and how many there are, were found in the private data, which the
-    accounting does not cover. Item i is called `item_names[i - 1]` in the file.
+    accounting does not cover. Item i is called `item_names[i - 1]` in the file, and user u `user_names[u]`.
     """
 
     actions: np.ndarray  # int64 [actions]
@@ -44,6 +46,7 @@ class Sequences:
     items: int
     vocabulary_is_private: bool = False
     item_names: tuple[str, ...] = ()
+    user_names: tuple[str, ...] = ()
 
     @property
     def users(self) -> int:
@@ -110,12 +113,19 @@ def make_sequences(actions: Actions, *, min_actions: int = 5, until_stable: bool
     if not len(kept):
         raise DataError(f"none of the {len(users)} actions is left with min_actions={min_actions}")
     item_codes, item_ids = np.unique(items[kept], return_inverse=True)
-    user_ids = np.unique(users[kept], return_inverse=True)[1]
+    user_codes, user_ids = np.unique(users[kept], return_inverse=True)
     # lexsort is stable, and its last key is the first to sort by.
     order = np.lexsort((user_ids,) if actions.times is None else (actions.times[kept], user_ids))
     starts = np.concatenate([[0], np.cumsum(np.bincount(user_ids))])
     names = tuple(actions.item_names[code] for code in item_codes)
-    return Sequences(item_ids[order] + 1, starts, len(item_codes), vocabulary_is_private=True, item_names=names)
+    return Sequences(
+        item_ids[order] + 1,
+        starts,
+        len(item_codes),
+        vocabulary_is_private=True,
+        item_names=names,
+        user_names=tuple(actions.user_names[code] for code in user_codes) if actions.user_names else (),
+    )
 
 
 class SequenceBatch(Sequence[Item]):
@@ -191,21 +201,32 @@ class SequenceDataset(_Slices):
     @property
     def item_counts(self) -> Tensor:
         """int64 [items + 1]: how often each item stands in the examples (each user's last length + 1 items)."""
-        begins = np.maximum(self._begins, self._ends - self.length - 1)
-        inside = np.zeros(len(self._actions) + 1, np.int64)
-        np.add.at(inside, begins, 1)
-        np.add.at(inside, self._ends, -1)
-        seen = self._actions[np.cumsum(inside[:-1]) > 0]
-        return torch.from_numpy(np.bincount(seen, minlength=self.items + 1))
+        return count_items(self.sequences, np.maximum(self._begins, self._ends - self.length - 1), self._ends)
 
     def __getitems__(self, indices: Sequence[int]) -> SequenceBatch:
         begins, ends = self._bounds(indices)
         begins = np.maximum(begins, ends - self.length - 1)
         return SequenceBatch(self._padded(begins, ends - 1, self.length), self._padded(begins + 1, ends, self.length))
 
+    def make_canary(self, generator: CipherGenerator) -> Item:
+        """An example for audits: length + 1 items, each drawn evenly from all."""
+        items = torch.from_numpy(1 + generator.integers(self.items, self.length + 1))
+        return items[:-1].clone(), items[1:].clone()
+
+
+def count_items(sequences: Sequences, begins: np.ndarray, ends: np.ndarray) -> Tensor:
+    """int64 [items + 1]: how often each item stands in the slices `actions[begins[i] : ends[i]]`, which do not overlap."""
+    inside = np.zeros(len(sequences.actions) + 1, np.int64)
+    np.add.at(inside, begins, 1)
+    np.add.at(inside, ends, -1)
+    seen = sequences.actions[np.cumsum(inside[:-1]) > 0]
+    return torch.from_numpy(np.bincount(seen, minlength=sequences.items + 1))
+
 
 class HeldOutItems(_Slices):
     """What to predict: (history int64 [length], the item that came next, int64 [])."""
+
+    cutoffs: ClassVar[tuple[int, ...]] = ()  # the k for which precision@k and recall@k are reported
 
     def __getitems__(self, indices: Sequence[int]) -> SequenceBatch:
         begins, ends = self._bounds(indices)

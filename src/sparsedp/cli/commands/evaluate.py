@@ -7,23 +7,22 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
-from torch import nn
 
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.load import add_set_argument
 from sparsedp.cli.config.trust import add_code_argument, add_trust_argument
 from sparsedp.cli.evaluation import evaluate
-from sparsedp.cli.prepare import limit_threads, make_model, with_collate
+from sparsedp.cli.prepare import limit_threads, with_collate
 from sparsedp.cli.progress import Reporter, evaluation_progress, make_reporter
 from sparsedp.cli.result import metric_lines
 from sparsedp.cli.resume import resumed_config
 from sparsedp.cli.run import load_with_progress
 from sparsedp.cli.runfolder import RunFolder, plain
-from sparsedp.errors import SparseDPError, one_line
+from sparsedp.cli.trained import read_weights, trained_model
+from sparsedp.errors import SparseDPError
 
 # What an evaluation may do differently: other data, for instance mended ones, and how they go through the model.
 MAY_CHANGE = {"data", "training.batch_size", "training.max_physical_batch", "training.threads"}
@@ -70,13 +69,12 @@ def evaluate_run(
     config: Config, folder: RunFolder, reporter: Reporter, data_of_run: bool = True
 ) -> tuple[int, dict[str, Any], float | None]:
     """(step, metrics, AUC of the model that drew the data) of the run's model, written down in its folder."""
-    step, weights = _weights(folder)
+    step, weights = read_weights(folder)
     limit_threads(config)
     data = with_collate(config, load_with_progress(config, reporter))
     if data.held_out is None:
         raise SparseDPError(f"{folder.path} holds nothing out, so that there is nothing to evaluate on.")
-    model = make_model(config, data.training)
-    _load(model, weights, folder)
+    model = trained_model(config, folder, data, weights)
     progress = evaluation_progress(reporter, len(data.held_out))
     metrics = evaluate(config, model, config.make_loss(), data, progress)
     other_data = {} if data_of_run else {"data": config.to_dict()["data"]}
@@ -87,31 +85,6 @@ def evaluate_run(
         planted_auc = {} if planted is None else {"planted_auc": planted}
         folder.write_result({**result, "evaluation": "done", **metrics, **planted_auc})
     return step, metrics, planted
-
-
-def _weights(folder: RunFolder) -> tuple[int, dict[str, Any]]:
-    """The step of the model and its weights: the released ones, or else the checkpoint's. Nothing in the files is run."""
-    released = folder.is_released
-    path = folder.weights if released else folder.checkpoint
-    if not path.is_file():
-        raise SparseDPError(f"{folder.path} has no model yet: {path} is missing. Train it: sparsedp train --resume")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if released:
-            return int(json.loads((folder.release / "statement.json").read_text())["steps"]), content
-        return int(content["loader"]["step"]), content["model"]
-    except Exception as error:  # torch has many
-        raise SparseDPError(f"{path} cannot be read as weights: {one_line(error)}") from error
-
-
-def _load(model: nn.Module, weights: dict[str, Any], folder: RunFolder) -> None:
-    try:
-        model.load_state_dict(weights)
-    except (RuntimeError, TypeError) as error:
-        raise SparseDPError(
-            f"The weights of {folder.path} do not fit the model that these data and this configuration make: "
-            f"{one_line(error)}"
-        ) from error
 
 
 def _statement(folder: RunFolder) -> str | None:

@@ -5,10 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
-from sparsedp.cli.config.datasets import ClickLogData, GeneratedData, GeneratedSequencesData, OwnData, SequencesData
+from sparsedp.cli.config.datasets import (
+    ClickLogData,
+    GeneratedData,
+    GeneratedSequencesData,
+    GeneratedTimelinesData,
+    OwnData,
+    SequencesData,
+    TimelinesData,
+)
 from sparsedp.cli.config.losses import CANDIDATE_LOSSES, SEQUENCE_LOSSES, Loss, make_loss
 from sparsedp.cli.config.mechanism import mechanism_addresses
-from sparsedp.cli.config.models import OwnModel, PctrModel, RecurrentModel, TransformerModel
+from sparsedp.cli.config.models import DualModel, OwnModel, PctrModel, RecurrentModel, TransformerModel
 from sparsedp.cli.config.schema import Address, SchemaError
 from sparsedp.cli.config.sections import OptimizerConfig, PrivacyConfig, StreamConfig, TrainingConfig
 from sparsedp.cli.config.trust import Code
@@ -17,8 +25,16 @@ from sparsedp.mechanisms import Mechanism
 
 @dataclass(frozen=True)
 class Config:
-    data: GeneratedData | ClickLogData | GeneratedSequencesData | SequencesData | OwnData
-    model: PctrModel | TransformerModel | RecurrentModel | OwnModel
+    data: (
+        GeneratedData
+        | ClickLogData
+        | GeneratedSequencesData
+        | SequencesData
+        | GeneratedTimelinesData
+        | TimelinesData
+        | OwnData
+    )
+    model: PctrModel | TransformerModel | RecurrentModel | DualModel | OwnModel
     optimizer: OptimizerConfig
     training: TrainingConfig
     privacy: PrivacyConfig
@@ -36,7 +52,8 @@ class Config:
 
     def _check_sequences(self) -> None:
         """Refuses parts that do not go together, and negatives that no loss looks at."""
-        of_sequences = "sequences" in (self.data.topic, self.model.topic)
+        topics = {self.data.topic, self.model.topic}
+        of_sequences = bool(topics & {"sequences", "timelines"})
         if of_sequences and self.loss == "binary_cross_entropy":
             losses = ", ".join(SEQUENCE_LOSSES)
             raise SchemaError("loss", f"expected {losses} or a loss of your own for sequences; got {self.loss}")
@@ -45,6 +62,15 @@ class Config:
                 if part.topic == "clicks":
                     problem = f"{part.kind} is about clicks, and the rest of the configuration about sequences"
                     raise SchemaError(key, problem)
+        if {"sequences", "timelines"} <= topics:
+            problem = (
+                f"{self.model.kind} is about {self.model.topic}, and data.kind {self.data.kind} about {self.data.topic}"
+            )
+            raise SchemaError("model.kind", problem)
+        if self.data.topic == "timelines" and self.privacy.unit != "user":
+            raise SchemaError("privacy.unit", "a timeline is all that a user did: give user")
+        if self.data.topic == "timelines" and self.training.workers:
+            raise SchemaError("training.workers", "labels are drawn in the main process: give 0")
         if self.loss in CANDIDATE_LOSSES and self.training.negatives is None:
             raise SchemaError("training.negatives", f"missing; expected how many negatives {self.loss} draws")
         if self.loss not in CANDIDATE_LOSSES and self.training.negatives is not None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from torch.utils.data import default_collate
 
-from sparsedp.cli.config.limits import Count, HeldOut, NotNegative, Positive, Probability, Seed, Share
+from sparsedp.cli.config.limits import Count, HeldOut, HeldOutShare, NotNegative, Positive, Probability, Seed, Share
 from sparsedp.cli.config.paths import absolute, absolute_with_variables
 from sparsedp.cli.config.schema import Address, Range
 from sparsedp.cli.config.trust import Code
@@ -23,11 +23,12 @@ from sparsedp.data import (
     generated_sequences,
     open_click_log,
     open_sequences,
+    split_timelines,
 )
 from sparsedp.data.sequences import Sequences
 from sparsedp.errors import ConfigError
 
-Topic = Literal["clicks", "sequences"]
+Topic = Literal["clicks", "sequences", "timelines"]
 RowsRead = Callable[[int], None]  # called with the number of rows of a click log that were read so far
 K = TypeVar("K", bound="DatasetKind")
 
@@ -250,6 +251,85 @@ class SequencesData(SequenceKind):
         return open_sequences(self.path, self.format, min_actions=self.min_actions, until_stable=self.until_stable)
 
     def with_absolute_paths(self) -> SequencesData:
+        return replace(self, path=absolute_with_variables(self.path, "data.path"))
+
+
+# ------------------------------------------------------------------ timelines
+
+
+class TimelineKind(DatasetKind):
+    """Some users' timelines to train on, with labels that are drawn anew, and labels of the other users to test on."""
+
+    topic = "timelines"
+    context: int
+    held_out: float
+    test_labels: int
+    split_seed: int
+
+    @abstractmethod
+    def open(self) -> Sequences:
+        """The timelines of all users."""
+
+    def load(self, code: Code, progress: RowsRead | None = None) -> Data:
+        split = split_timelines(
+            self.open(),
+            context=self.context,
+            test_share=self.held_out,
+            test_labels=self.test_labels,
+            seed=self.split_seed,
+        )
+        return Data(split.training, split.test, split.training.collate)
+
+
+@dataclass(frozen=True)
+class GeneratedTimelinesData(TimelineKind):
+    """Timelines drawn from a planted Markov chain (`sparsedp.data.generated_sequences`)."""
+
+    kind: Literal["generated_timelines"]
+    users: Count
+    items: Count
+    context: Count = 20
+    seed: Seed = 0
+    groups: Count = 20
+    structure: Share = 0.9
+    skew: NotNegative = 0.8
+    mean_length: Annotated[float, Range(4)] = 40.0
+    held_out: HeldOutShare = 0.2
+    test_labels: Count = 1
+    split_seed: Seed = 0
+    exclude_seen: bool = False
+
+    def open(self) -> Sequences:
+        return generated_sequences(
+            self.users,
+            self.items,
+            seed=self.seed,
+            groups=self.groups,
+            structure=self.structure,
+            skew=self.skew,
+            mean_length=self.mean_length,
+        )
+
+
+@dataclass(frozen=True)
+class TimelinesData(TimelineKind):
+    """What users did in order of time, from a file (`sparsedp.data.open_sequences`)."""
+
+    kind: Literal["timelines"]
+    path: str
+    format: Literal["auto", "movielens", "movielens_100k", "amazon", "pairs", "csv", "lists"] = "auto"
+    context: Count = 20
+    min_actions: Count = 1
+    until_stable: bool = False
+    held_out: HeldOutShare = 0.2
+    test_labels: Count = 1
+    split_seed: Seed = 0
+    exclude_seen: bool = False
+
+    def open(self) -> Sequences:
+        return open_sequences(self.path, self.format, min_actions=self.min_actions, until_stable=self.until_stable)
+
+    def with_absolute_paths(self) -> TimelinesData:
         return replace(self, path=absolute_with_variables(self.path, "data.path"))
 
 

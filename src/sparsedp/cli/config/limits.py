@@ -13,5 +13,6 @@ Positive = Annotated[float, Range(0, low_open=True)]
 NotNegative = Annotated[float, Range(0)]
 Dropout = Annotated[float, Range(0, 1, high_open=True)]
 Probability = Annotated[float, Range(0, 1, low_open=True, high_open=True)]
+HeldOutShare = Annotated[float, Range(0, 1, high_open=True)]
 # A share of the rows, the last ones, or the periods (days) that are held out.
-HeldOut = Annotated[float, Range(0, 1, high_open=True)] | list[int]
+HeldOut = HeldOutShare | list[int]

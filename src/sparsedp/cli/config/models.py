@@ -17,7 +17,7 @@ from sparsedp.cli.config.paths import absolute_with_variables
 from sparsedp.cli.config.schema import Address, SchemaError
 from sparsedp.cli.config.trust import Code
 from sparsedp.errors import ConfigError
-from sparsedp.models import PCTR, DPFormer, RecurrentRecommender
+from sparsedp.models import PCTR, DPFormer, DualEncoder, RecurrentRecommender
 
 K = TypeVar("K", bound="ModelKind")
 
@@ -173,6 +173,24 @@ class RecurrentModel(SequenceModelKind):
 
     def make_for(self, items: int, length: int) -> RecurrentRecommender:
         return RecurrentRecommender(items, length, cell=self.kind, dim=self.dim, dropout=self.dropout, tied=self.tied)
+
+
+@dataclass(frozen=True)
+class DualModel(ModelKind):
+    """A context tower and a label tower, compared (`sparsedp.models.DualEncoder`)."""
+
+    topic = "timelines"
+
+    kind: Literal["dual"]
+    dim: Count = 128
+    hidden: list[Count] = field(default_factory=lambda: [128])
+    tied: bool = False
+    freeze_tables: bool = False
+
+    def make(self, training: Any, code: Code) -> nn.Module:
+        if not hasattr(training, "items"):
+            raise ConfigError("model.kind: dual needs timelines; this data set has no attribute items")
+        return DualEncoder(training.items, dim=self.dim, hidden=self.hidden, tied=self.tied)
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,20 @@ import argparse
 import importlib
 
 # Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the audit's description.
-AUDITS: dict[str, str] = {}
+AUDITS: dict[str, str] = {
+    # one line for each
+}
+
+EPILOG = """examples:
+  sparsedp audit --help          the audits that there are
+  sparsedp audit AUDIT --help    what an audit does, and its options
+
+An audit trains with canaries, examples that nobody is behind: its models are for the audit, not for use.
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = EPILOG
     audits = parser.add_subparsers(metavar="AUDIT", required=True)
     for name, path in AUDITS.items():
         module = importlib.import_module(path)
