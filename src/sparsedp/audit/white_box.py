@@ -125,7 +125,7 @@ def train_canaries(
         noise_multiplier=training.noise_multiplier,
         max_grad_norm=training.max_grad_norm,
         clipping=training.clipping,
-        mechanism=training.mechanism,
+        mechanism=canaries.mechanism(training.mechanism),
         loss_reduction="sum",
         poisson_sampling=training.poisson_sampling,
     )

@@ -7,7 +7,7 @@ import importlib
 
 # Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the audit's description.
 AUDITS: dict[str, str] = {
-    # one line for each
+    "bound": "sparsedp.cli.commands.audit.bound",
 }
 
 EPILOG = """examples:
