@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.audit import bound
 from benchmarks.compare import options as compare
 from benchmarks.convex import options as convex
 from benchmarks.speed import all_parts
@@ -38,6 +39,9 @@ def make_parser() -> argparse.ArgumentParser:
         "convex", help="private means of sparse rows: time, memory, and errors beside the paper's rates"
     )
     convex.add_arguments(means)
+    bounds = commands.add_parser("audit-bound", help="audits of every mechanism: claimed epsilons and lower bounds")
+    bound.add_arguments(bounds)
+    bounds.set_defaults(run=bound.run)
     means.set_defaults(run=convex.run)
     for name, summary in PARTS.items():
         part = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")

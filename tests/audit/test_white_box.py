@@ -9,29 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from sparsedp import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, LazyDP
+from benchmarks.audit.bound import DELTA, guaranteed
+from sparsedp import EANA, FEST, AdaFEST, LazyDP
 from sparsedp.audit import AuditedTraining, EpsilonAudit, audit_many_runs, audit_one_run
 from sparsedp.audit.evidence import ChangeRates
 from sparsedp.audit.gradient_canaries import GradientCanaries
 from sparsedp.audit.white_box import train_canaries
 from sparsedp.errors import SparseDPError
-from sparsedp.mechanisms import Mechanism
-
-DELTA = 1e-5
-
-
-def guaranteed(epsilon: float, canaries: int) -> dict[str, Mechanism]:
-    """Every mechanism with a guarantee, with settings that give its own releases a fair share of the budget."""
-    first = FEST(k=canaries // 2, epsilon=epsilon / 4, delta=DELTA / 10)
-    return {
-        "dpsgd": DPSGD(),
-        "lazydp": LazyDP(),
-        "fest": first,
-        "adafest": AdaFEST(threshold=1.0, noise_ratio=1.0),
-        "adafest+": AdaFEST(threshold=1.0, noise_ratio=1.0, preselect=first),
-        "exponential": ExponentialSelection(k=canaries // 4, epsilon=epsilon / 8),
-    }
 
 
 def _audit(name: str, epsilon: float, canaries: int, **settings: Any) -> EpsilonAudit:
@@ -44,7 +30,7 @@ def test_a_guarantee_is_not_contradicted_and_something_is_shown(name: str) -> No
     """The short form that runs with the ordinary tests: every mechanism, on rows that only a canary touches."""
     audit = _audit(name, 4.0, 1000)
     assert 0 < audit.bound <= audit.claimed <= 4.0, str(audit)
-    assert audit.statement.mechanism == guaranteed(4.0, 1000)[name].name
+    assert audit.statement.mechanism == guaranteed(4.0, 1000)[name].name and audit.statement.epsilon == audit.claimed
 
 
 @pytest.mark.slow
@@ -52,7 +38,7 @@ def test_a_guarantee_is_not_contradicted_and_something_is_shown(name: str) -> No
 @pytest.mark.parametrize("epsilon", [1.0, 4.0, 8.0])
 @pytest.mark.parametrize("name", guaranteed(1.0, 8))
 def test_a_guarantee_is_never_contradicted(name: str, epsilon: float, on: Any) -> None:
-    method = "one_run" if name == "exponential" else "one_run_fdp"  # whose curve is not a Gaussian mechanism's
+    method = "one_run" if name == "ExponentialSelection" else "one_run_fdp"  # whose curve is not a Gaussian mechanism's
     audit = _audit(name, epsilon, 5000, on=on, method=method)
     assert 0 <= audit.bound <= audit.claimed <= epsilon, str(audit)
 
@@ -69,7 +55,7 @@ def test_a_guarantee_is_not_contradicted_with_sampled_batches(name: str) -> None
 @pytest.mark.parametrize("on", ["dense", "rows"])
 @pytest.mark.parametrize("epsilon", [1.0, 4.0, 8.0])
 def test_one_run_shows_a_good_part_of_dpsgd(epsilon: float, on: Any) -> None:
-    audit = _audit("dpsgd", epsilon, 5000, on=on)
+    audit = _audit("DPSGD", epsilon, 5000, on=on)
     assert 0.3 <= audit.share <= 1, str(audit)
 
 
@@ -96,20 +82,20 @@ def test_the_leak_of_eana_is_seen_with_several_rows_and_sampled_batches() -> Non
 
 
 def test_a_result_holds_its_claim_its_statement_and_a_sentence() -> None:
-    audit = _audit("dpsgd", 4.0, 500)
+    audit = _audit("DPSGD", 4.0, 500)
     assert audit.statement.epsilon == audit.claimed and audit.statement.steps == 4
     assert str(audit).startswith("With 95 % confidence epsilon is at least")
     values = json.loads(audit.to_json())
     assert values["sentence"] == str(audit) and values["canaries"] == 500 and values["statement"]["steps"] == 4
-    assert _audit("dpsgd", 4.0, 500) == audit  # a seed repeats everything
+    assert _audit("DPSGD", 4.0, 500) == audit  # a seed repeats everything
 
 
 def test_too_few_canaries_show_nothing_and_it_says_how_many_would() -> None:
-    audit = _audit("dpsgd", 4.0, 4)
+    audit = _audit("DPSGD", 4.0, 4)
     assert audit.bound == 0 and audit.reason is not None
     assert "4 canaries cannot give confidence 0.95" in str(audit)
     needed = int(audit.reason.rpartition(";")[2].split()[0])
-    assert _audit("dpsgd", 4.0, needed).reason is None
+    assert _audit("DPSGD", 4.0, needed).reason is None
 
 
 def test_a_delta_with_which_nothing_can_be_shown_is_told() -> None:
@@ -134,6 +120,15 @@ def test_a_canary_moves_its_own_weights_by_the_clipping_norm(on: Any, rows: int)
     np.testing.assert_allclose(scores[is_in], 2.0 * (2.0 - 1.0) / 4.0, rtol=1e-5)
     assert (run.evidence.changes == np.where(is_in, rows if on == "rows" else 1, 0)).all()
     assert run.engine.plan.dataset_size == 4  # whoever is out
+
+
+def test_mechanisms_that_were_set_up_for_another_model() -> None:
+    """Public frequencies and inputs of that model's tables and batches are none of the canaries'."""
+    fest = FEST(k=3, counts={"items.weight": torch.ones(9)}, inputs=lambda batch: batch["items"])
+    for mechanism in (fest, AdaFEST(threshold=0.0, preselect=fest)):
+        training = AuditedTraining(noise_multiplier=1.0, mechanism=mechanism, steps=2)
+        run = train_canaries(training, GradientCanaries(6), np.ones(6, bool), seed=1)
+        assert (run.evidence.changes > 0).sum() <= 3
 
 
 def test_the_last_model_alone_is_looked_at_where_only_that_is_protected() -> None:
