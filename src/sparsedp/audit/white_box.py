@@ -29,6 +29,7 @@ from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import SparseDPError, suggestion
 from sparsedp.mechanisms import DPSGD, Mechanism
 from sparsedp.noise import RandomKey
+from sparsedp.plan import require_delta
 from sparsedp.progress import Advance, Progress, no_progress
 
 _DPSGD = DPSGD()
@@ -166,6 +167,7 @@ def audit_one_run(
     rule the canaries are told apart best, and how many should be guessed. With a `seed` everything can be repeated exactly.
     """
     probability("significance", significance)
+    require_delta(delta, None, allow_large=False)
     made = GradientCanaries(canaries, on, rows)
     key = RandomKey.from_os() if seed is None else RandomKey.from_seed(seed)
     _require_method(method, _ONE_RUN)
@@ -186,9 +188,8 @@ def audit_one_run(
     def bound(run: CanaryRun, rule: str, way: Way) -> float:
         return one_run_bound(*run.scores(rule, changes), delta, significance, method, [way])
 
-    rule, way = max(
-        product(RULES, _REHEARSED_WAYS), key=lambda choice: bound(second, *choice)
-    )  # of equal ones the first
+    # Of choices that are equally good, the first.
+    rule, way = max(product(RULES, _REHEARSED_WAYS), key=lambda choice: bound(second, *choice))
     inside, outside = tested.scores(rule, changes)
     return EpsilonAudit(
         bound=bound(tested, rule, way),
@@ -210,11 +211,12 @@ def audit_many_runs(
 ) -> EpsilonAudit:  # fmt: skip
     """A lower bound on the epsilon of `training` from `runs` runs by engines of their own, with one canary in half of them.
 
-    The threshold is chosen on one half of the runs and tested on the other.
+    The threshold is chosen on some of the runs, and tested on the others.
     """
     if not isinstance(runs, int) or runs < 2:
         raise SparseDPError(f"runs must be a whole number of at least 2, not {runs!r}.")
     probability("significance", significance)
+    require_delta(delta, None, allow_large=False)
     made = GradientCanaries(1, on, rows)
     _require_method(method, _MANY_RUNS)
     scores: tuple[list[float], list[float]] = ([], [])  # out, in
