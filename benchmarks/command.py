@@ -12,6 +12,7 @@ from rich.console import Console
 from benchmarks.audit import bound
 from benchmarks.compare import options as compare
 from benchmarks.convex import options as convex
+from benchmarks.secret_sharer import options as secret_sharer
 from benchmarks.speed import all_parts
 from benchmarks.speed.console import prepare_output
 from benchmarks.speed.parts import PARTS, options_of, plots_of
@@ -43,6 +44,11 @@ def make_parser() -> argparse.ArgumentParser:
     bound.add_arguments(bounds)
     bounds.set_defaults(run=bound.run)
     means.set_defaults(run=convex.run)
+    exposure = commands.add_parser(
+        "secret-sharer", help="what models remember of canaries, by mechanism and noise, beside their precision"
+    )
+    secret_sharer.add_arguments(exposure)
+    exposure.set_defaults(run=secret_sharer.run)
     for name, summary in PARTS.items():
         part = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         options_of(name).add_arguments(part)

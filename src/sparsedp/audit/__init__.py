@@ -6,6 +6,7 @@ from sparsedp.audit.epsilon_audit import EpsilonAudit, audit_scores
 from sparsedp.audit.exposures import ReferenceFit, exposure, fit_references
 from sparsedp.audit.inserted import WithCanaries
 from sparsedp.audit.one_run import one_run_p_value
+from sparsedp.audit.secret_sharer import SecretSharer, secret_sharer
 from sparsedp.audit.white_box import AuditedTraining, audit_many_runs, audit_one_run
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "EpsilonAudit",
     "MakesCanaries",
     "ReferenceFit",
+    "SecretSharer",
     "WithCanaries",
     "audit_many_runs",
     "audit_one_run",
@@ -23,4 +25,5 @@ __all__ = [
     "fit_references",
     "make_canaries",
     "one_run_p_value",
+    "secret_sharer",
 ]

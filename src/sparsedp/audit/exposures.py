@@ -19,9 +19,10 @@ from scipy.special import log_ndtr
 from sparsedp.audit.numbers import finite_vector
 from sparsedp.errors import SparseDPError, suggestion
 
-_LEAST_FOR_FIT = 100  # references: three parameters of a tail cannot be told from fewer
+LEAST_REFERENCES = 100  # for a fit: three parameters of a tail cannot be told from fewer
 _TAIL = 1e-8  # below it the logarithm of the law is integrated, because the law itself loses its digits
 _FAR = 1e3  # deviations
+_END = 60.0  # of an integral over exp(-u)
 _METHODS = ("rank", "extrapolate")
 
 
@@ -35,18 +36,28 @@ class ReferenceFit:
     distance: float  # Kolmogorov and Smirnov's: the largest gap between the law and the references' own shares
     p_value: float  # of that distance; too large a number, because the law was fitted to the same references
 
+    def exposure(self, losses: np.ndarray) -> np.ndarray:
+        """-log2 P[L <= loss] of each loss."""
+        return np.array([0.0 - self.log_cdf(loss) for loss in losses.tolist()]) / math.log(2)
+
     def log_cdf(self, loss: float) -> float:
         """ln P[L <= loss], without an end: -inf only beyond what float64 can hold."""
         x = (loss - self.location) / self.scale
         share = float(stats.skewnorm.cdf(x, self.shape))
         if share > _TAIL:
             return math.log(min(1.0, share))
+        if x >= 0:  # a law with an edge at 0, of which 1/2 - arctan(shape) / pi lies below
+            area, _ = integrate.quad(lambda t: math.exp(self._log_density(t)), 0, x)
+            return math.log(math.atan2(1, self.shape) / math.pi + area)
         # In the lower tail the density falls off on the left: it is integrated in units of its value at x, and of how fast it
-        # falls there.
-        at, rate = self._log_density(x), max(1.0, abs(x) * (1 + max(0.0, self.shape) ** 2))
-        if abs(x) > _FAR:
-            return at - math.log(rate)  # the density falls like an exponential there, but for a share of 1 / x^2
-        area, _ = integrate.quad(lambda u: math.exp(self._log_density(x - u / rate) - at), 0, math.inf, limit=200)
+        # falls there. Its logarithm is concave, so that it lies below exp(-u) and beyond the end there is nothing.
+        at, z = self._log_density(x), self.shape * x
+        is_far = max(-x, -z) > _FAR
+        hazard = -z if z < -_FAR else math.exp(-z * z / 2 - float(log_ndtr(z))) / math.sqrt(2 * math.pi)
+        rate = max(1.0, -x + self.shape * hazard)
+        if is_far:
+            return at - math.log(rate)  # the density falls like an exponential there, but for a share of 1 / z^2
+        area, _ = integrate.quad(lambda u: math.exp(self._log_density(x - u / rate) - at), 0, _END)
         return at + math.log(area / rate)
 
     def _log_density(self, x: float) -> float:
@@ -67,13 +78,12 @@ def exposure(losses: Any, references: Any, method: str = "rank") -> np.ndarray:
         raise SparseDPError(
             f"method must be one of {', '.join(_METHODS)}, not {method!r}{suggestion(method, _METHODS)}"
         )
-    fit = fit_references(others)
-    return np.array([0.0 - fit.log_cdf(value) for value in values.tolist()]) / math.log(2)
+    return fit_references(others).exposure(values)
 
 
 def fit_references(references: Any) -> ReferenceFit:
     """The skew normal law that makes the references' losses most likely."""
-    others = finite_vector("references", references, least=_LEAST_FOR_FIT)
+    others = finite_vector("references", references, least=LEAST_REFERENCES)
     if np.ptp(others) == 0:
         raise SparseDPError(
             f"All {len(others)} references have the loss {others[0]:g}, so that no law can be fitted to them. Is the model "

@@ -44,6 +44,19 @@ def insert_canaries(config: Config, data: Data, plan: CanaryPlan) -> Data:
     return replace(data, training=training)
 
 
+def require_canaries(folder: RunFolder, audit: str | None = None) -> CanaryPlan:
+    """The plan of the canaries in the run's data, which must be those of `audit`, if one is named."""
+    plan = folder.read_canaries()
+    if plan is None:
+        raise SparseDPError(
+            f"{folder.path} is a run without canaries: nothing was inserted, so that there is nothing to look for. Give the "
+            "audit its configuration, and it trains with canaries."
+        )
+    if audit is not None and plan.audit != audit:
+        raise SparseDPError(f"{folder.path} has canaries of another audit: sparsedp audit {plan.audit} {folder.path}")
+    return plan
+
+
 @dataclass(frozen=True)
 class TrainedCanaries:
     """The canaries of a finished run, and the loss of each under its model, float64 (n,)."""
@@ -61,14 +74,9 @@ def canary_losses(
 ) -> TrainedCanaries:
     """The losses of all canaries of a finished run; `data` are those of its configuration, without canaries.
 
-    `progress` is called with the number of canaries after each batch of them.
+    `progress` is called with how many are done, after each batch.
     """
-    plan = folder.read_canaries()
-    if plan is None:
-        raise SparseDPError(
-            f"{folder.path} is a run without canaries: nothing was inserted, so that there is nothing to look for. Give the "
-            "audit a configuration, and it trains with canaries."
-        )
+    plan = require_canaries(folder)
     if not folder.is_released:
         raise SparseDPError(
             f"{folder.path} is not finished. Go on with it first: sparsedp train --resume {folder.path}"
@@ -102,7 +110,7 @@ def example_losses(
                     f"canary_loss gave a result of shape {tuple(values.shape)} for {len(part)} examples: expected one loss each."
                 )
             losses.append(values.cpu().numpy())
-            progress(len(part))
+            progress(begin + len(part))
     return np.concatenate(losses)
 
 

@@ -57,6 +57,10 @@ class TimelineDataset(Dataset[Timeline]):
     def __iter__(self) -> Iterator[Timeline]:
         return (self[i] for i in range(len(self)))
 
+    def make_canary(self, generator: CipherGenerator) -> Timeline:
+        """An example for audits: a label and a full context, each item drawn evenly from all. No other label is drawn of it."""
+        return Timeline(1 + generator.integers(self.items, self.length + 1), first=self.length)
+
     @property
     def users(self) -> np.ndarray:
         """int64 [n]: 0..n-1, as every user has one timeline."""

@@ -8,11 +8,13 @@ import importlib
 # Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the audit's description.
 AUDITS: dict[str, str] = {
     "bound": "sparsedp.cli.commands.audit.bound",
+    "secret-sharer": "sparsedp.cli.commands.audit.secret_sharer",
 }
 
 EPILOG = """examples:
-  sparsedp audit --help          the audits that there are
-  sparsedp audit AUDIT --help    what an audit does, and its options
+  sparsedp audit bound demo                             a lower bound on epsilon beside the claimed one
+  sparsedp audit secret-sharer sequences --owner one    how much a model remembers of what is inserted into its data
+  sparsedp audit AUDIT --help                           what an audit does, and its options
 
 An audit trains with canaries, examples that nobody is behind: its models are for the audit, not for use.
 """

@@ -45,7 +45,7 @@ sampling rate and number of steps of the configuration; the auditor sees what th
 inserted into the data, each by a fair coin, the configuration's model is trained in an ordinary run folder, and the auditor
 sees the loss of each. A canary is one unit.
 
-Written to the output folder: bound.json, bound.png, and the run. Exit codes: 0 done; 1 a claim is contradicted; 2 an error;
+Written to the output folder (of a run that is there: its private part): bound.json, bound.png, and the run. Exit codes: 0 done; 1 a claim is contradicted; 2 an error;
 130 stopped by Ctrl-C or SIGTERM.
 """
 
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if args.show_config:
         print(explain_config(config), end="")
         return 0
-    folder = args.out or (Path(args.config) if is_run else default_path(f"{config.name}-{AUDIT}"))
+    folder = args.out or (RunFolder(Path(args.config)).private if is_run else default_path(f"{config.name}-{AUDIT}"))
     audits: list[EpsilonAudit] = []
     if is_run:
         audits.append(_audit_run(args, config, RunFolder(Path(args.config)), None))

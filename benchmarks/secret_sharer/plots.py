@@ -1,0 +1,63 @@
+"""Precision@k of each run (figure 4 of the EANA paper), exposures (figure 5), and one against the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from benchmarks.secret_sharer.measure import TOP, Row
+from sparsedp.report.exposure_plot import exposure_plot
+
+_COLORS = {"SGD": "black", "DP-SGD": "#0072b2", "LazyDP": "#56b4e9", "EANA": "#d55e00", "AdaFEST": "#009e73"}
+
+
+def write_plots(rows: Sequence[Row], folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    # The paper's figures have its two noises; the last one has all runs.
+    shown = [row for row in rows if row.noise_multiplier in (0.0, 0.064, 0.64)]
+    figures = {
+        "precision": precision_plot(shown),
+        "exposure": exposure_plot({row.label: row.result for row in shown}),
+        "tradeoff": tradeoff_plot(rows),
+    }
+    for name, figure in figures.items():
+        figure.savefig(folder / f"secret_sharer_{name}.png", dpi=110)
+
+
+def precision_plot(rows: Sequence[Row]) -> Figure:
+    figure = Figure(figsize=(6, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for row in rows:
+        line = "-" if row.noise_multiplier < 0.1 else "--"
+        axes.plot(TOP, list(row.precision.values()), line, color=_COLORS[row.mechanism], marker="o", label=row.label)
+    axes.plot(TOP, list(rows[0].popularity.values()), ":", color="grey", label="the most popular items")
+    axes.set_xticks(TOP)
+    axes.set_xlabel("k")
+    axes.set_ylabel("precision@k of test users")
+    axes.legend(fontsize=7)
+    axes.grid(alpha=0.25)
+    return figure
+
+
+def tradeoff_plot(rows: Sequence[Row]) -> Figure:
+    """Precision@10 against the median exposure at the fewest, a middle and the largest number of repetitions."""
+    entries = rows[0].result.exposures
+    places = (0, len(entries) // 2, len(entries) - 1)
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    panels = figure.subplots(1, len(places), sharey=True)
+    for panel, place in zip(panels, places):
+        for row in rows:
+            x, y = row.result.exposures[place].extrapolated.median, row.precision["10"]
+            panel.scatter(x, y, color=_COLORS[row.mechanism], s=25)
+            text = f"{row.noise_multiplier:.2g}" if row.noise_multiplier else ""
+            panel.annotate(text, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
+        panel.set_title(f"{entries[place].repetitions} repetition(s)", fontsize=9)
+        panel.set_xlabel("median exposure by extrapolation [bits]")
+        panel.grid(alpha=0.25)
+    panels[0].set_ylabel("precision@10")
+    for name, color in _COLORS.items():
+        panels[-1].scatter([], [], color=color, label=name)
+    panels[-1].legend(fontsize=7)
+    return figure

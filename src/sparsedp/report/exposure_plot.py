@@ -1,0 +1,38 @@
+"""Exposures of several models in one picture, as figure 5 of the EANA paper; needs matplotlib (the extra `plot`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from matplotlib.figure import Figure  # not pyplot: it keeps global state
+
+from sparsedp.audit.secret_sharer import SecretSharer
+
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+_LINES = ("-", "--", "-.", ":")  # another one when all colours are used
+_NO_TRACE = 1.0  # the median exposure of what was not trained on
+
+
+def exposure_plot(results: Mapping[str, SecretSharer]) -> Figure:
+    """The median exposure over the repetitions, and its quartiles as a band: by rank on the left, extrapolated on the right."""
+    figure = Figure(figsize=(11, 4.4), layout="constrained")
+    panels = figure.subplots(1, 2)
+    for panel, method, title in zip(panels, ("rank", "extrapolated"), ("by rank", "by extrapolation")):
+        for i, (name, result) in enumerate(results.items()):
+            color, line = _COLORS[i % len(_COLORS)], _LINES[i // len(_COLORS) % len(_LINES)]
+            at = [entry.repetitions for entry in result.exposures]
+            quartiles = [getattr(entry, method) for entry in result.exposures]
+            panel.plot(at, [q.median for q in quartiles], line, color=color, marker="o", markersize=3, label=name)
+            if len(results) <= len(_COLORS):
+                low, high = [q.low for q in quartiles], [q.high for q in quartiles]
+                panel.fill_between(at, low, high, color=color, alpha=0.12, linewidth=0)
+        panel.axhline(_NO_TRACE, color="black", linewidth=0.6, linestyle=":")
+        panel.set_xscale("log")
+        ticks = sorted({entry.repetitions for result in results.values() for entry in result.exposures})
+        panel.set_xticks(ticks, [str(tick) for tick in ticks])
+        panel.set_xticks([], minor=True)
+        panel.set_xlabel("repetitions of a canary")
+        panel.set_ylabel(f"exposure {title} [bits]")
+        panel.grid(alpha=0.25)
+    panels[0].legend(fontsize=7)
+    return figure
