@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
 from benchmarks.audit.bound import DELTA, guaranteed
+
 from sparsedp import EANA, FEST, AdaFEST, LazyDP
 from sparsedp.audit import AuditedTraining, EpsilonAudit, audit_many_runs, audit_one_run
 from sparsedp.audit.evidence import ChangeRates

@@ -34,9 +34,10 @@ from sparsedp.progress import Advance, Progress, no_progress
 
 _DPSGD = DPSGD()
 _SEEDS = 1 << 62
-# Among these a rehearsal chooses. To guess fewer canaries would often be better, and sometimes much worse; to guess all is for
-# scores that are equal, of which all are guessed or none.
-_REHEARSED_WAYS: tuple[Way, ...] = ((0.125, 2), (0.125, 1), (0.25, 2), (1.0, 2))
+# Among these a rehearsal chooses. To guess fewer canaries would often be better, and sometimes much worse. To guess nearly all
+# is for canaries that are told apart without a mistake, and to guess all for scores that are equal: of these all are guessed
+# or none.
+_REHEARSED_WAYS: tuple[Way, ...] = ((0.125, 2), (0.125, 1), (0.25, 2), (0.9, 2), (1.0, 2))
 _ONE_RUN, _MANY_RUNS = ("one_run", "one_run_fdp"), ("clopper_pearson", "clopper_pearson_gdp")
 
 

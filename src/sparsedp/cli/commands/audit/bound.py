@@ -45,8 +45,8 @@ sampling rate and number of steps of the configuration; the auditor sees what th
 inserted into the data, each by a fair coin, the configuration's model is trained in an ordinary run folder, and the auditor
 sees the loss of each. A canary is one unit.
 
-Written to the output folder (of a run that is there: its private part): bound.json, bound.png, and the run. Exit codes: 0 done; 1 a claim is contradicted; 2 an error;
-130 stopped by Ctrl-C or SIGTERM.
+Written to the output folder (of a run that is there: to its private part): bound.json, bound.png, and the run.
+Exit codes: 0 done; 1 a claim is contradicted; 2 an error; 130 stopped by Ctrl-C or SIGTERM.
 """
 
 
