@@ -20,7 +20,7 @@ from sparsedp.mechanisms import Mechanism
 DELTA = 1e-5
 EPSILONS = (1.0, 4.0, 8.0)
 NOISES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # of the comparison with EANA, as the epsilons of DP-SGD with the same noise
-MANY_RUNS = {1.0: 6400, 4.0: 2000, 8.0: 2000}
+MANY_RUNS = {1.0: 12_000, 4.0: 2000, 8.0: 2000}
 PLACES: tuple[Place, ...] = ("dense", "rows")
 
 EPILOG = """examples:
@@ -31,19 +31,20 @@ EPILOG = """examples:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table."""
+    """One audit."""
 
+    part: str  # of the page
     mechanism: str
     where: str
-    method: str
-    epsilon: float  # that the noise is calibrated to
+    epsilon: float  # that DP-SGD's noise, or the mechanism's own, is calibrated to
     audit: EpsilonAudit
 
-    def cells(self) -> list[str]:
+    def __str__(self) -> str:
         audit = self.audit
-        claimed = f"{audit.claimed:.2f}" if audit.statement.holds else "none"
-        share = f"{audit.share:.2f}" if audit.statement.holds else ""
-        return [self.mechanism, self.where, f"{audit.canaries:,}", self.method, claimed, f"{audit.bound:.2f}", share]
+        return (
+            f"{self.part}: {self.mechanism}, {self.where}, {audit.method}, epsilon {self.epsilon:g}: "
+            f"claimed {audit.claimed:.3g}, bound {audit.bound:.3g} ({audit.share:.2f})"
+        )
 
 
 def guaranteed(epsilon: float, canaries: int) -> dict[str, Mechanism]:
@@ -75,11 +76,17 @@ def run(args: argparse.Namespace) -> int:
     for part in (_one_run, _eana, *(() if args.no_many_runs else (_many_runs,))):
         for line in part(args.canaries, args.seed):
             lines.append(line)
-            console.print("  ".join(line.cells()), markup=False, soft_wrap=True)
+            console.print(str(line), markup=False, soft_wrap=True)
     table = _markdown(lines)
     (args.out / "bound.md").write_text(table)
     results = [
-        {"mechanism": line.mechanism, "where": line.where, "noise_of_epsilon": line.epsilon, **line.audit.to_dict()}
+        {
+            "part": line.part,
+            "mechanism": line.mechanism,
+            "where": line.where,
+            "epsilon": line.epsilon,
+            **line.audit.to_dict(),
+        }
         for line in lines
     ]
     (args.out / "bound.json").write_text(json.dumps(results, indent=2))
@@ -107,7 +114,7 @@ def _one_run(canaries: int, seed: int) -> Iterator[Line]:
                         seed=seed,
                         progress=draw_progress,
                     )
-                    yield Line(name, on, method, epsilon, audit)
+                    yield Line("one run", name, on, epsilon, audit)
 
 
 def _eana(canaries: int, seed: int) -> Iterator[Line]:
@@ -122,20 +129,33 @@ def _eana(canaries: int, seed: int) -> Iterator[Line]:
                 replace(dpsgd, mechanism=mechanism), delta=DELTA, canaries=canaries, on=on, method="one_run", seed=seed + 1,
                 progress=draw_progress,
             )  # fmt: skip
-            yield Line(f"{name}, noise of epsilon {epsilon:g}", on, "one_run", epsilon, audit)
+            yield Line("the same noise", name, on, epsilon, audit)
 
 
 def _many_runs(canaries: int, seed: int) -> Iterator[Line]:
     for epsilon, runs in MANY_RUNS.items():
         training = AuditedTraining.with_epsilon(epsilon, DELTA, steps=1)
         audit = audit_many_runs(training, delta=DELTA, runs=runs, seed=seed, progress=draw_progress)
-        yield Line("DPSGD", "dense", audit.method, epsilon, audit)
+        yield Line("many runs", "DPSGD", "dense", epsilon, audit)
 
 
 def _markdown(lines: list[Line]) -> str:
-    head = ["mechanism", "canaries on", "canaries or runs", "method", "claimed", "bound", "share"]
-    rows = [head, ["---"] * len(head), *(line.cells() for line in lines)]
-    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+    """For each part a table of bounds, with a column for each epsilon."""
+    tables = []
+    for part in dict.fromkeys(line.part for line in lines):
+        bounds: dict[tuple[str, str, str], dict[float, EpsilonAudit]] = {}
+        for line in lines:
+            if line.part == part:
+                bounds.setdefault((line.mechanism, line.where, line.audit.method), {})[line.epsilon] = line.audit
+        epsilons = sorted({epsilon for audits in bounds.values() for epsilon in audits})
+        rows = [["mechanism", "canaries on", "method", *(f"epsilon {epsilon:g}" for epsilon in epsilons)]]
+        rows.append(["---"] * len(rows[0]))
+        rows += [
+            [*names, *(f"{audits[epsilon].bound:.2f}" if epsilon in audits else "" for epsilon in epsilons)]
+            for names, audits in bounds.items()
+        ]
+        tables.append(f"{part}:\n\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows))
+    return "\n".join(tables)
 
 
 def eana_plot(lines: list[Line]) -> Figure:

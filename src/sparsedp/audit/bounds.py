@@ -28,6 +28,8 @@ from sparsedp.noise import RandomKey
 # the highest scores "in", and of the lowest as well "out". They are tried one after another, and paid for.
 Way = tuple[float, int]
 WAYS: tuple[Way, ...] = tuple((share, ends) for share in (1.0, 0.5, 0.25, 0.125, 0.0625, 0.03125) for ends in (1, 2))
+# All canaries by the sign of their scores: for scores that are logarithms of how much likelier in is than out.
+BY_SIGN: Way = (1.0, 0)
 # The shares of the scores below which thresholds of independent scores may lie; finer at the ends, where the bounds are.
 _LEVELS = np.unique(np.concatenate([np.linspace(0, 1, 101), np.linspace(0, 0.05, 51), np.linspace(0.95, 1, 51)]))
 # Fewer would be in, or more, with this probability if fair coins had decided.
@@ -75,6 +77,8 @@ def one_run_bound(
 
 def _guesses(inside: np.ndarray, outside: np.ndarray, share: float, ends: int) -> tuple[int, int]:
     """How many guesses a way makes, and how many of them are right."""
+    if (share, ends) == BY_SIGN:
+        return int((inside != 0).sum() + (outside != 0).sum()), int((inside > 0).sum() + (outside < 0).sum())
     both = np.sort(np.concatenate([inside, outside]))
     wanted = int(share * len(both) / ends)
     high = _number_of_highest(both, wanted)
@@ -186,7 +190,8 @@ def largest_bound(method: str, canaries: int, delta: float, significance: float,
     """What the bound would be if so many canaries, half of them in, were all told apart."""
     if canaries < 2:
         return 0.0
-    scores, half = np.arange(float(canaries)), canaries // 2
+    half = canaries // 2
+    scores = np.arange(canaries) - half + 0.5
     if method in _OF_COUNTS:
         return one_run_bound(scores[half:], scores[:half], delta, significance, method, ways)
     return epsilon_lower_bound(scores[half:], scores[:half], delta=delta, significance=significance, method=method)

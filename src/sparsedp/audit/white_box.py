@@ -19,7 +19,7 @@ import torch
 
 from sparsedp.accounting import calibrate
 from sparsedp.accounting.ledger import Ledger
-from sparsedp.audit.bounds import Way, one_run_bound
+from sparsedp.audit.bounds import BY_SIGN, Way, one_run_bound
 from sparsedp.audit.epsilon_audit import EpsilonAudit, audit_scores, why_nothing
 from sparsedp.audit.evidence import RULES, ChangeRates, Evidence, Noise
 from sparsedp.audit.gradient_canaries import GradientCanaries, Place
@@ -34,10 +34,9 @@ from sparsedp.progress import Advance, Progress, no_progress
 
 _DPSGD = DPSGD()
 _SEEDS = 1 << 62
-# Among these a rehearsal chooses. To guess fewer canaries would often be better, and sometimes much worse. To guess nearly all
-# is for canaries that are told apart without a mistake, and to guess all for scores that are equal: of these all are guessed
-# or none.
-_REHEARSED_WAYS: tuple[Way, ...] = ((0.125, 2), (0.125, 1), (0.25, 2), (0.9, 2), (1.0, 2))
+# Among these a rehearsal chooses. To guess fewer canaries would often be better, and sometimes much worse; all of them are for
+# canaries that are told apart without a mistake.
+_REHEARSED_WAYS: tuple[Way, ...] = ((0.125, 2), (0.125, 1), (0.25, 2), BY_SIGN)
 _ONE_RUN, _MANY_RUNS = ("one_run", "one_run_fdp"), ("clopper_pearson", "clopper_pearson_gdp")
 
 
@@ -172,7 +171,7 @@ def audit_one_run(
     made = GradientCanaries(canaries, on, rows)
     key = RandomKey.from_os() if seed is None else RandomKey.from_seed(seed)
     _require_method(method, _ONE_RUN)
-    reason = why_nothing(method, canaries, delta, significance, _REHEARSED_WAYS[-1:])
+    reason = why_nothing(method, canaries, delta, significance, [BY_SIGN])
     runs: list[CanaryRun] = []
     with progress("audit", 3 * training.steps) as advance:
         for number in range(3):
@@ -197,7 +196,7 @@ def audit_one_run(
         significance=significance,
         method=method,
         attack=f"white box, one run, gradient canaries on {_named(on, rows)}",
-        rule=f"{rule}; {way[0]:.3g} of the canaries guessed, {'in' if way[1] == 1 else 'half in and half out'}",
+        rule=f"{rule}; {way[0]:.3g} of the canaries guessed{', all to be in' if way[1] == 1 else ''}",
         reason=reason,
         statement=tested.engine.statement(delta),
         in_scores=inside,
