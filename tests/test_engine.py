@@ -366,6 +366,7 @@ def test_freezing_and_unfreezing() -> None:
     assert not torch.equal(module.table.weight, before)
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_without_the_garbage_collector() -> None:
     """A use that held on to the graph would make a cycle that only the collector frees."""
     engine, module, optimizer, loader = make_private(Clicks(), loader_of(*clicks(400), batch_size=4))

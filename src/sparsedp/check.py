@@ -136,10 +136,10 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _compare_all(trial: _Trial, comparisons: list[_Comparison], units: int) -> CheckReport:
-    found = [_compare(trial, trial.converted(batch), total, units, take) for batch, total, take in comparisons]
+    reports = [_compare(trial, trial.converted(batch), total, units, take) for batch, total, take in comparisons]
     return CheckReport(
-        max(report.units for report in found), len(trial.parameters),
-        max(report.largest_difference for report in found), trial.dtype,
+        max(report.units for report in reports), len(trial.parameters),
+        max(report.largest_difference for report in reports), trial.dtype,
     )  # fmt: skip
 
 
@@ -286,13 +286,13 @@ class _Observed:
     def gradient(self, unit: int) -> Gradients:
         factors = torch.zeros(self._captured.units, dtype=self._dtype)
         factors[unit] = self._scale
-        found = {}
+        gradients = {}
         for name, uses in self._captured.uses.items():
             total = uses.weighted_sum(factors, self._shapes[name])
             if isinstance(total, RowSparse):
                 total = torch.zeros(self._shapes[name], dtype=self._dtype).index_add_(0, total.rows, total.values)
-            found[name] = total.double()
-        return found
+            gradients[name] = total.double()
+        return gradients
 
 
 class _Trial:
@@ -349,13 +349,13 @@ class _Trial:
             if not loss.isfinite():
                 raise _not_finite([f"The loss of {units} units together is {loss.item()}"])
             loss.backward()
-            found = capture.collect()
+            captured = capture.collect()
         finally:
             capture.detach()
-        if found is None:
+        if captured is None:
             raise SparseDPError("The loss does not depend on any trained parameter of the module.")
         shapes = {name: p.shape for name, p in self.parameters.items()}
-        return _Observed(found, float(units) if self.reduction == "mean" else 1.0, shapes, self.dtype)
+        return _Observed(captured, float(units) if self.reduction == "mean" else 1.0, shapes, self.dtype)
 
     def ordinary(self, batch: Any, unit: int) -> Gradients:
         """The gradients of a batch that holds `unit` alone, by ordinary autograd; raises if something is NaN or infinite."""
@@ -363,8 +363,8 @@ class _Trial:
         with self._watch_outputs() as broken:
             loss = self._loss(batch, captured=False)
         outside = torch.autograd.grad(loss, list(self._original.values()), retain_graph=True, allow_unused=True)
-        for name, found in zip(self._original, outside):
-            if found is not None:
+        for name, gradient in zip(self._original, outside):
+            if gradient is not None:
                 raise SparseDPError(
                     f"The loss uses parameter '{name}' itself, outside of the module's forward (a penalty?), where it cannot be "
                     "captured. Use weight_decay for penalties, or move the use into forward()."
@@ -447,10 +447,10 @@ def _not_finite(wrong: list[str]) -> NonFiniteGradientError:
     )
 
 
-def _gap(found: Tensor | None, wanted: Tensor, size: float) -> float:
+def _gap(observed: Tensor | None, wanted: Tensor, size: float) -> float:
     """How far two gradients are apart, relative to the size of the unit's gradient."""
-    found = torch.zeros_like(wanted) if found is None else found
-    return float((found.reshape(wanted.shape) - wanted).norm()) / size
+    observed = torch.zeros_like(wanted) if observed is None else observed
+    return float((observed.reshape(wanted.shape) - wanted).norm()) / size
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:

@@ -158,6 +158,7 @@ def plenty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(growth, "WARMUP", 0)
 
 
+@pytest.mark.slow
 def test_all_rows_and_fields(plenty: None, tmp_path: Path) -> None:
     result = growth.bench_growth(TINY, TINY_SEQUENCE, vary=["rows", "length"], repeats=1, slow_repeats=1, memory=False)
     rows = [row for row in result["rows"] if row["quantity"] == "rows"]

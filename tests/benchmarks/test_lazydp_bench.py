@@ -209,6 +209,7 @@ def narrow_networks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lazydp, "DLRM", functools.partial(DLRM, bottom=(8,), top=(8,)))
 
 
+@pytest.mark.slow
 def test_all_rows_and_fields() -> None:
     result = lazydp.bench_lazydp(TINY, vary=["skew"], repeats=1, slow_repeats=1, memory=False)
     skews = [row["setting"]["skew"] for row in result["rows"] if row["variant"] == "sgd"]

@@ -121,6 +121,7 @@ def quiet(run: Callable[[], int], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_all_phases_of_all_variants(here: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files, plots, result = tmp_path / "files", tmp_path / "plots", tmp_path / "memory.json"
     files.mkdir()

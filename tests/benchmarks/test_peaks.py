@@ -44,6 +44,7 @@ def two_threads() -> None:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_what_a_run_takes_beyond_what_was_there() -> None:
     found = peaks(filling, (32,), (1,))
     assert list(found) == ["one", "three"]

@@ -236,6 +236,7 @@ def test_a_target_for_a_mechanism_without_a_guarantee(capsys: pytest.CaptureFixt
     assert "'eana' has no (epsilon, delta) guarantee" in err and "noise_multiplier=" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, "active"])
 def test_the_console_script_lets_waiting_threads_sleep(policy: str | None) -> None:
     """Set before torch is loaded, when OpenMP reads it; what the environment says already stays."""

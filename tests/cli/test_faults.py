@@ -301,6 +301,7 @@ def test_kill_9_at_every_stage_and_file_operation(mechanism: str) -> None:
     require_kills(mechanism, slice(None))
 
 
+@pytest.mark.slow
 def test_kill_9() -> None:
     require_kills("dpsgd", slice(None, None, 8))
 

@@ -397,6 +397,7 @@ def job(name: str, config: Config, key: str = "") -> Job:
     return Job(name, config, key, Path("out") / name, False)
 
 
+@pytest.mark.slow
 def test_processes_survive_the_death_of_a_run() -> None:
     jobs = [job(f"{i}-{how}", own(how)) for i, how in enumerate(["good", "killed", "wrong", "good", "good"])]
     outcomes = {outcome.id: outcome for outcome in carry_out(jobs, 2, lambda: False)}

@@ -88,6 +88,7 @@ def test_fast_selection_has_the_law_of_the_naive_one(threshold: float) -> None:
     assert math.isnan(correlation) or abs(correlation) < 5 / draws**0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("log_p", [-69.0, -40.0, -28.0])
 def test_huge_vocabularies_and_tiny_probabilities(log_p: float) -> None:
     """Trap 12: 2^40 rows, survival probabilities down to 1e-30."""
@@ -475,6 +476,7 @@ def test_adafest_settings() -> None:
 # ---------------------------------------------------------------------- exponential selection
 
 
+@pytest.mark.slow
 def test_top_k_gumbel_has_the_law_of_the_naive_one() -> None:
     rows, scores, size, k, draws = np.array([2, 5, 6]), np.array([1.0, 2.0, 0.3]), 9, 3, 8000
     dense = np.zeros(size)

@@ -205,6 +205,7 @@ def test_a_penalty_on_a_table_replays_eager(name: str) -> None:
     assert float((without["shared.weight"] - eager["shared.weight"]).abs().max()) > 100 * rounding
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skew", [1, 12])
 def test_replay_whatever_is_read(skew: float) -> None:
     """All rows alike, or nearly always the same few."""
@@ -275,6 +276,7 @@ def test_resume(tmp_path: Any) -> None:
     assert_same(again.train().state(), whole.state())
 
 
+@pytest.mark.slow
 def test_resume_after_a_kill(tmp_path: Any) -> None:
     """A process that is killed in the middle of a step leaves a settled checkpoint, from which the run goes on."""
     path = tmp_path / "c.pt"
@@ -343,6 +345,7 @@ def test_a_full_window_settles_everything(monkeypatch: pytest.MonkeyPatch) -> No
 # ---------------------------------------------------------------------- aggregated noise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "everything"])
 def test_aggregated_noise_of_a_row_that_is_never_read(name: str) -> None:
     """Exactly the variance (and, with momentum, the covariance) of all steps."""

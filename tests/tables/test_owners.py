@@ -113,7 +113,7 @@ def assert_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
         assert torch.equal(value, other[name]), name
 
 
-@pytest.mark.parametrize("users", [False, True])
+@pytest.mark.parametrize("users", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", MECHANISMS)
 def test_weights_do_not_depend_on_who_owns_the_rows(kind: str, users: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     start = {name: value.clone() for name, value in Run(kind, 0, monkeypatch, users).module.state_dict().items()}

@@ -134,12 +134,12 @@ def _masked_select(args: tuple, kwargs: dict, outputs: list[Tensor], info_of: In
     mask = kwargs["mask"] if "mask" in kwargs else args[1]
     if not isinstance(source, Tensor) or kwargs.get("out") is not None:
         return None
-    place, known = place_of(source, info_of(source), units), info_of(mask)
+    place, mask_info = place_of(source, info_of(source), units), info_of(mask)
     if place is None or torch.broadcast_shapes(source.shape, mask.shape) != source.shape:
         return [LOST]
     at = place.dim - (source.ndim - mask.ndim)
-    if isinstance(known, (UnitData, Mixed)):
-        mask_place = place_of(mask, known, units)
+    if isinstance(mask_info, (UnitData, Mixed)):
+        mask_place = place_of(mask, mask_info, units)
         if mask_place is None or mask_place.dim != at or not mask_place.owners.same(place.owners):
             return [LOST]
     elif at >= 0 and not is_shared_along(mask, at):
@@ -152,11 +152,11 @@ def _packed(args: tuple, kwargs: dict, outputs: list[Tensor], info_of: InfoOf, u
     """Of a padded tensor: the first time step of all sequences, then the second of those that have one, ..."""
     source, lengths, batch_first = args
     lost: list[Info] = [LOST, Mixed("pack_padded_sequence")]
-    place, known = place_of(source, info_of(source), units), info_of(lengths)
+    place, length_info = place_of(source, info_of(source), units), info_of(lengths)
     if place is None or place.dim != (0 if batch_first else 1):
         return lost
-    if isinstance(known, (UnitData, Mixed)):
-        length_place = place_of(lengths, known, units)
+    if isinstance(length_info, (UnitData, Mixed)):
+        length_place = place_of(lengths, length_info, units)
         if length_place is None or not length_place.owners.same(place.owners):
             return lost
     whose, sizes = place.owners.units, outputs[1].detach().clone()
@@ -260,9 +260,9 @@ def follow_rows(call: Call, operands: list[tuple[Tensor, Info]], where: Callable
     has_rows = any(isinstance(info, UnitData) and (info.rows or info.numbers) for _, info in operands)
     if (special is None and not has_rows) or any(isinstance(info, Mixed) for _, info in operands):
         return None
-    known = {id(tensor): info for tensor, info in operands}
+    infos = {id(tensor): info for tensor, info in operands}
     if special is not None and (has_rows or call.name in ("getitem", "index_select", "setitem")):
-        info = special(call, lambda tensor: known.get(id(tensor)))
+        info = special(call, lambda tensor: infos.get(id(tensor)))
         if info is not None:
             return info
     if not has_rows:

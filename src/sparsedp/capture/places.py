@@ -114,18 +114,18 @@ def place_of(error: BaseException) -> Place | None:
 
 
 def _innermost(frame: FrameType | None) -> Place | None:
-    own = None
+    in_package = None
     while frame is not None:
         whose = _whose(frame.f_code.co_filename)
         if whose == _OUTSIDE:
             break
-        if whose == _MODEL or (whose == _OWN_MODEL and own is None):
+        if whose == _MODEL or (whose == _OWN_MODEL and in_package is None):
             place = Place(frame.f_code, frame.f_lineno, frame.f_lasti)
             if whose == _MODEL:
                 return place
-            own = place
+            in_package = place
         frame = frame.f_back
-    return own
+    return in_package
 
 
 @functools.lru_cache(maxsize=4096)

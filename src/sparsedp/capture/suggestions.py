@@ -45,12 +45,12 @@ def per_unit(place: Place | None, reduced: Reduced) -> tuple[str, ...]:
     """A reduction, or what acts along a dimension, over the axes of each unit instead of over the units."""
     if reduced.dim is None:
         return ()
-    own = tuple(dim for dim in range(len(reduced.shape)) if dim != reduced.dim)
+    others = tuple(dim for dim in range(len(reduced.shape)) if dim != reduced.dim)
     name = _RENAMED.get(reduced.operation, reduced.operation)
-    fits = (name in _MANY_DIMS or len(own) == 1) if name in REDUCTIONS else name in _SAME_SHAPE
-    if not own or not fits:
+    fits = (name in _MANY_DIMS or len(others) == 1) if name in REDUCTIONS else name in _SAME_SHAPE
+    if not others or not fits:
         return ()
-    return _patch(place, lambda tree: _along(tree, reduced.operation, name, own, place))
+    return _patch(place, lambda tree: _along(tree, reduced.operation, name, others, place))
 
 
 def over_all_positions(place: Place | None, operation: str) -> tuple[str, ...]:

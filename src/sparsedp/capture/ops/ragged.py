@@ -188,8 +188,8 @@ def _bags(call: Call, operands: list[tuple[Tensor, Info]]) -> UnitData | None:
     """Bags of a constant table, if the offsets give each unit its own ids and weights."""
     ids, offsets = call.argument(0, "input"), call.argument(2, "offsets")
     weights = call.argument(8, "per_sample_weights")
-    known = {id(tensor): owners_on_first(info) for tensor, info in operands}
-    if offsets is None or call.out.shape[:1] != (call.units,) or known.get(id(ids)) is None:
+    owners_of = {id(tensor): owners_on_first(info) for tensor, info in operands}
+    if offsets is None or call.out.shape[:1] != (call.units,) or owners_of.get(id(ids)) is None:
         return None
     if any(tensor is not ids and tensor is not weights and tensor is not offsets for tensor, _ in operands):
         return None
@@ -198,15 +198,16 @@ def _bags(call: Call, operands: list[tuple[Tensor, Info]]) -> UnitData | None:
     told = _owners_by_offsets(ends, ids.numel(), call.units)
     if told is None:
         return None
-    given = [known[id(tensor)] for tensor in (ids, weights) if tensor is not None and id(tensor) in known]
+    given = [owners_of[id(tensor)] for tensor in (ids, weights) if tensor is not None and id(tensor) in owners_of]
     fits = all(owners is not None and torch.equal(told.cpu(), owners.units) for owners in given)
     return UnitData(UnitAxis(0)) if fits else None
 
 
 def _joined(call: Call, operands: list[tuple[Tensor, Info]]) -> UnitData | None:
     """Rows after rows."""
-    tensors, known = call.argument(0, "tensors"), {id(tensor): owners_on_first(info) for tensor, info in operands}
-    parts = [owners for owners in (known.get(id(tensor)) for tensor in tensors) if owners is not None]
+    tensors = call.argument(0, "tensors")
+    owners_of = {id(tensor): owners_on_first(info) for tensor, info in operands}
+    parts = [owners for owners in (owners_of.get(id(tensor)) for tensor in tensors) if owners is not None]
     if call.argument(1, "dim", default=0) % max(call.out.ndim, 1) != 0 or len(parts) < len(tensors):
         return None
     segments, start = [], 0
