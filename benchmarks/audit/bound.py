@@ -20,7 +20,7 @@ from sparsedp.mechanisms import Mechanism
 DELTA = 1e-5
 EPSILONS = (1.0, 4.0, 8.0)
 NOISES = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0)  # of the comparison with EANA, as the epsilons of DP-SGD with the same noise
-MANY_RUNS = {1.0: 12_000, 4.0: 2000, 8.0: 2000}
+MANY_RUNS = {1.0: 12_000, 4.0: 4000, 8.0: 2000}
 PLACES: tuple[Place, ...] = ("dense", "rows")
 
 EPILOG = """examples:
@@ -167,7 +167,7 @@ def eana_plot(lines: list[Line]) -> Figure:
         shown = {
             line.epsilon: line.audit.bound
             for line in lines
-            if line.mechanism.startswith(f"{name}, ") and line.where == on
+            if (line.part, line.mechanism, line.where) == ("the same noise", name, on)
         }
         panel.plot(list(shown), list(shown.values()), marker="o", color=color, label=f"{name}, canaries on {on}")
     panel.set_xscale("log", base=2)

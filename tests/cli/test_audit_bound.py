@@ -60,6 +60,13 @@ def test_the_leak_of_eana(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "no epsilon is claimed" in capsys.readouterr().out
 
 
+def test_losses_tell_of_a_training_without_noise(tmp_path: Path) -> None:
+    large = ("--set", "data.scale=0.1", "--set", "training.epochs=10", "--set", "privacy.mechanism={name: eana}")
+    noise = ("--set", "privacy.target_epsilon=null", "--set", "privacy.noise_multiplier=0")
+    assert _audit(tmp_path, "--attack", "black", "--canaries", "200", *large, *noise) == 0
+    assert _results(tmp_path)[0]["bound"] > 1 and _results(tmp_path)[0]["claimed"] == "infinity"
+
+
 def test_a_claim_that_is_wrong_has_an_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     add = GaussianNoise.add
     monkeypatch.setattr(GaussianNoise, "add", lambda self, tensors, std, step: add(self, tensors, std / 4, step))
