@@ -259,6 +259,8 @@ def test_statement_says_what_weakens_it() -> None:
     assert json.loads(statement.to_json())["epsilon"] == "infinity"
     engine.add_note("The vocabulary was counted on private data.")
     assert "vocabulary was counted" in str(engine.statement(1e-5))
+    engine.describe_unit("An example is a click.")
+    assert "An example is a click." in engine.statement(1e-5).assumptions
 
 
 def test_statement_says_whether_the_loss_was_checked() -> None:

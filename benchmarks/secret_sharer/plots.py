@@ -42,9 +42,9 @@ def precision_plot(rows: Sequence[Row]) -> Figure:
 
 
 def tradeoff_plot(rows: Sequence[Row]) -> Figure:
-    """Precision@10 against the median exposure at the fewest, a middle and the largest number of repetitions."""
+    """Precision@10 against the median exposure at the fewest and at the two largest numbers of repetitions."""
     entries = rows[0].result.exposures
-    places = (0, len(entries) // 2, len(entries) - 1)
+    places = (0, -2, -1)
     figure = Figure(figsize=(11, 4), layout="constrained")
     panels = figure.subplots(1, len(places), sharey=True)
     for panel, place in zip(panels, places):
@@ -53,7 +53,7 @@ def tradeoff_plot(rows: Sequence[Row]) -> Figure:
             panel.scatter(x, y, color=_COLORS[row.mechanism], s=25)
             text = f"{row.noise_multiplier:.2g}" if row.noise_multiplier else ""
             panel.annotate(text, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
-        panel.set_title(f"{entries[place].repetitions} repetition(s)", fontsize=9)
+        panel.set_title(f"{entries[place].repetitions} times in the data", fontsize=9)
         panel.set_xlabel("median exposure by extrapolation [bits]")
         panel.grid(alpha=0.25)
     panels[0].set_ylabel("precision@10")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -46,13 +47,17 @@ class NoisyGradient:
                 self.values[name], self._index[name] = _kept_buffer(dense, name, parameter), index
             elif name in rows and noise_on_rows:
                 self._selected[name] = index
-        kinds = dict.fromkeys((parameters[name].dtype, parameters[name].device) for name in rows)
-        for dtype, device in kinds:
-            alike = [name for name in rows if (parameters[name].dtype, parameters[name].device) == (dtype, device)]
-            sizes = [rows[name].numel() * parameters[name].shape[1:].numel() for name in alike]
+        # The shapes of the selected rows of tables that are alike.
+        alike: dict[tuple[torch.dtype, torch.device], dict[str, tuple[int, ...]]] = {}
+        for name, numbers in rows.items():
+            parameter = parameters[name]
+            shapes = alike.setdefault((parameter.dtype, parameter.device), {})
+            shapes[name] = (numbers.numel(), *parameter.shape[1:])
+        for (dtype, device), shapes in alike.items():
+            sizes = [math.prod(shape) for shape in shapes.values()]
             flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
-            for name, part in zip(alike, flat.split(sizes)):
-                self.values[name] = part.view(rows[name].numel(), *parameters[name].shape[1:])
+            for (name, shape), part in zip(shapes.items(), flat.split_with_sizes(sizes)):
+                self.values[name] = part.view(shape)
 
     @property
     def sums(self) -> dict[int, Sums]:
@@ -62,9 +67,10 @@ class NoisyGradient:
         return dense | {i: Sums(self.values[name], numbers=rows[name]) for name, i in self._selected.items()}
 
     def _hold(self, name: str, rows: Tensor | None) -> None:
-        """Sets to zero what is about to get its first sum: some rows (ascending), or with None all of them."""
-        if name not in self._index:
-            return
+        """Sets to zero what is about to get its first sum: some rows (ascending), or with None all of them.
+
+        Of a parameter that changes as a whole: where selected rows change, they begin as zeros.
+        """
         values, held = self.values[name], self._held.get(name, _NO_ROWS)
         if held is None:
             return
@@ -88,7 +94,11 @@ class NoisyGradient:
         }  # not frozen since forward
         looked_up = {name: self.values[name] for name in trained if name in touched.lookups}
         for name in trained:
-            self._hold(name, touched.of(name) if name in looked_up else None)
+            if name in self._index:
+                self._hold(name, touched.of(name) if name in looked_up else None)
+        kinds = {self.values[name].dtype for name in trained}
+        if len(kinds) == 1:
+            weights = weights.to(kinds.pop())  # once, and not for each parameter
         touched.add_weighted_sums(looked_up, slots, weights)
         for name, uses in trained.items():
             if name in looked_up:

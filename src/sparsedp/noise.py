@@ -156,7 +156,7 @@ class GaussianNoise:
 def _additions(sums: Sums, drawn: torch.Tensor, std: float, grid: float, key: np.ndarray) -> list[Callable[[], None]]:
     """Adds noise to sums, which `drawn`, not empty, has in memory that can be written to: the pieces of that work."""
     if sums.numbers is not None:
-        table, rows = drawn.view(drawn.shape[0], -1).numpy(), sums.numbers.cpu().numpy()
+        table, rows = drawn.numpy().reshape(drawn.shape[0], -1), sums.numbers.cpu().numpy()
         size = max(1, CHUNK // table.shape[1])
         return [
             functools.partial(
@@ -164,7 +164,7 @@ def _additions(sums: Sums, drawn: torch.Tensor, std: float, grid: float, key: np
             )
             for first in range(0, len(rows), size)
         ]
-    values = drawn.view(-1).numpy()
+    values = drawn.numpy().reshape(-1)
     width = len(values) // drawn.shape[0] if drawn.ndim else 1
     offset = sums.first * width
     rows = _FIRST
@@ -221,7 +221,7 @@ def _draw_blocks(
         start = block * _BLOCK
         # A stream is read from its beginning, and so gives the same rows whatever the end is.
         places = key.generator(block, 0).ones(min(_BLOCK, end - start), log_p)
-        skipped = int(np.searchsorted(places, first - start))
+        skipped = int(places.searchsorted(first - start))
         rows.append(start + places[skipped:])
         if marked:
             marks.append(key.generator(block, 1).random(len(places))[skipped:] + 2.0**-54)
@@ -304,7 +304,7 @@ def _wide_normals(key: RandomKey, rows: torch.Tensor, table: torch.Tensor) -> to
 
 def _in_place(table: torch.Tensor) -> bool:
     """Whether compiled loops can write to it."""
-    return table.device.type == "cpu" and table.is_contiguous() and table.dtype in (torch.float32, torch.float64)
+    return table.is_cpu and table.is_contiguous() and table.dtype in (torch.float32, torch.float64)
 
 
 def _column(values: float | np.ndarray, table: torch.Tensor) -> torch.Tensor:

@@ -67,7 +67,7 @@ class StepTally:
     def __init__(self) -> None:
         self.units = 0
         self.examples = 0
-        self._touched = torch.empty(0, dtype=torch.long)  # global rows
+        self._touched: Tensor | None = None  # global rows; None before the first physical batch
         self._norms: list[Tensor] = []  # of the units' gradients
         self._masses: list[tuple[Tensor, Tensor]] = []  # squared norms on tables, and what the selection left of them
 
@@ -75,7 +75,7 @@ class StepTally:
         """Counts a physical batch, with the global rows that it touches and the norms of its units' gradients."""
         self.units += units
         self.examples += examples
-        self._touched = torch.unique(torch.cat([self._touched, touched])) if self._touched.numel() else touched
+        self._touched = touched if self._touched is None else torch.unique(torch.cat([self._touched, touched]))
         self._norms.append(norms)
 
     def add_mass(self, every: Tensor, selected: Tensor) -> None:
@@ -87,12 +87,13 @@ class StepTally:
         max_norm: float,
     ) -> StepReport:  # fmt: skip
         """`selection` None: all rows changed."""
-        touched = _counts(space, self._touched)
+        all_touched = torch.empty(0, dtype=torch.long) if self._touched is None else self._touched
+        touched = _counts(space, all_touched)
         selected, hits = list(space.sizes), touched
         if selection is not None:
             chosen = space.join(selection)
             selected = _counts(space, chosen)
-            hits = _counts(space, self._touched[find(chosen, self._touched) >= 0])
+            hits = _counts(space, all_touched[find(chosen, all_touched) >= 0])
         reports = {
             name: TableStep(tables[name].rows, tables[name].dim, rows, all_selected, all_selected - hit)
             for name, rows, all_selected, hit in zip(space.names, touched, selected, hits)

@@ -54,6 +54,11 @@ def test_nothing_remembered_and_a_poor_fit() -> None:
     )
     two_heaps = losses_of(repetitions, 0.0) + 20 * (np.arange(len(repetitions)) % 2)
     assert secret_sharer(two_heaps, repetitions).fits_poorly
+    # Losses that begin with an edge: the law is half a normal one, and below the edge its exposures are without measure.
+    with_edge = np.abs(losses_of(repetitions, 0.0) - 10) - 3.0 * (np.array(repetitions) == 100)
+    result = secret_sharer(with_edge, repetitions)
+    assert result.fits_poorly and np.isfinite(result.exposures[-1].extrapolated.median)
+    assert "from 100 repetitions on" in str(result) and "extrapolation" not in str(result)
 
 
 def test_references_are_told_apart_in_few_runs_without_a_leak() -> None:

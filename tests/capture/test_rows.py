@@ -94,10 +94,12 @@ def test_in_slots(path: str) -> None:
     used = (ids > 0).nonzero().squeeze(1)  # the rest is padding
     rows, begin, order = loops.group(ids[used])
     slots = torch.tensor([0, -1, 3, -1, 1])
-    expected = [row > 0 and bool(slots[row - 1] >= 0) for row in ids.tolist()]
-    assert rows.tolist() == [1, 2, 3, 4, 5] and loops.in_slots(slots, begin, used[order], 40).tolist() == expected
+    values = torch.randn(40, dtype=torch.float64, generator=generator())
+    expected = [value if row > 0 and slots[row - 1] >= 0 else 0.0 for row, value in zip(ids.tolist(), values.tolist())]
+    assert rows.tolist() == [1, 2, 3, 4, 5] and loops.in_slots(values, slots, begin, used[order]).tolist() == expected
+    nan = torch.full((3,), torch.nan)  # of rows without a slot, it must not stay
     none = torch.empty(0, dtype=torch.long)
-    assert loops.in_slots(none, torch.zeros(1, dtype=torch.long), none, 3).tolist() == [False] * 3
+    assert loops.in_slots(nan, none, torch.zeros(1, dtype=torch.long), none).tolist() == [0.0] * 3
 
 
 @pytest.mark.parametrize("clip", [0.3, 1.0, 1.5, 100.0])

@@ -41,7 +41,7 @@ def test_defaults(minimal: Path) -> None:
     assert config.privacy.max_grad_norm == 1.0 and isinstance(config.privacy.max_grad_norm, float)
 
 
-@pytest.mark.parametrize("name", ["demo", "own_model"])
+@pytest.mark.parametrize("name", ["demo", "dlrm", "own_model"])
 def test_bundled_configurations_load_and_survive_being_written(name: str, tmp_path: Path) -> None:
     config = load_config(name)
     written = tmp_path / "config.yaml"
@@ -74,6 +74,11 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
         "model": {"blocks", "heads", "dropout", "tied", "frequencies"},
         "privacy": {"frequencies"},
     }  # fmt: skip
+    of_timelines = {  # which dual.yaml and dual-movielens.yaml explain
+        "data": {"context", "test_labels", "split_seed", "titles"},
+        "model": {"context", "features", "buckets"},
+    }
+    of_dlrm = {"bottom", "top"}  # which dlrm.yaml explains
     for path in all_paths(type(load_config("demo"))):
         section, _, key = path.partition(".")
         of_others = {
@@ -85,8 +90,9 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
                 "user_column",
                 "options",
                 *of_sequences["data"],
+                *of_timelines["data"],
             },
-            "model": {"options", *of_sequences["model"]},
+            "model": {"options", *of_sequences["model"], *of_timelines["model"], *of_dlrm},
             "privacy": of_sequences["privacy"],
         }
         if key.partition(".")[0] not in of_others.get(section, set()):
@@ -137,11 +143,11 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
         ("privacy.mechanism=5", r"privacy.mechanism: expected a mapping; got 5"),
         (
             "data.kind=generatd",
-            r"data.kind: expected generated or clicklog or generated_sequences or sequences or 'package.module:name'.*'generated'\?",
+            r"data.kind: expected generated or clicklog or generated_sequences or sequences or generated_timelines or timelines or 'package.module:name'.*'generated'\?",
         ),
         (
             "data.kind=my module:f",
-            r"data.kind: expected generated or clicklog or generated_sequences or sequences or 'package.module:name'",
+            r"data.kind: expected generated or clicklog or generated_sequences or sequences or generated_timelines or timelines or 'package.module:name'",
         ),
         ("data=none", r"data: expected a mapping with the key kind; got 'none'"),
         ("data={rows: 3}", r"data.kind: missing; expected generated or clicklog"),

@@ -133,6 +133,7 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     "argv",
     [
         ["clicks.yaml"],
+        ["clicks.yaml", "--set", "model={kind: dlrm, dim: 4, bottom: [8], top: [8]}"],
         ["sequences_.yaml", "--owner", "each"],
         ["sequences_.yaml", "--owner", "each", "--set=loss=sampled_softmax", "--set=training.negatives=10"],
         ["timelines.yaml", "--owner", "each"],

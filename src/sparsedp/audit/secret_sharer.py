@@ -19,7 +19,9 @@ from sparsedp.audit.numbers import finite_vector
 from sparsedp.errors import SparseDPError
 
 REPETITIONS, CANARIES, REFERENCES = (1, 2, 3, 4, 5, 10, 20, 50, 100), 50, 16_384
-_POOR_FIT = 0.05  # largest gap between the fitted law and the references from which on its tail is not to be relied on
+# From here on a fitted law's tail is not to be relied on: the largest gap between the law and the references, and the shape
+# beyond which its skewness no longer grows, but the law gets an edge, below which exposures are without measure.
+_POOR_FIT, _EDGE = 0.05, 50.0
 _CHANCE = 0.01  # p-value from which on nothing is seen
 
 
@@ -60,7 +62,8 @@ class SecretSharer:
 
     @property
     def fits_poorly(self) -> bool:
-        return self.fit.distance > _POOR_FIT
+        """Whether extrapolated exposures beyond the references mean nothing."""
+        return self.fit.distance > _POOR_FIT or self.fit.shape > _EDGE
 
     def __str__(self) -> str:
         """One sentence."""
@@ -68,14 +71,14 @@ class SecretSharer:
         if not seen:
             return "No canary stands out, however often it was inserted."
         first, last = seen[0], self.exposures[-1]
+        extrapolated = "" if self.fits_poorly else f", {last.extrapolated.median:.1f} by extrapolation"
         return (
             f"Canaries stand out from {first.repetitions} repetition{'s' * (first.repetitions > 1)} on; with {last.repetitions} "
-            f"the median canary has an exposure of {last.rank.median:.1f} of {self.most:.1f} bits by rank, "
-            f"{last.extrapolated.median:.1f} by extrapolation."
+            f"the median canary has an exposure of {last.rank.median:.1f} of {self.most:.1f} bits by rank{extrapolated}."
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "fits_poorly": self.fits_poorly}
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> SecretSharer:

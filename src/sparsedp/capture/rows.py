@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
@@ -32,7 +32,7 @@ class RowSpace:
     def of(tables: Mapping[str, Any]) -> RowSpace:
         """`tables` are tensors or specs: whatever has a shape."""
         names = tuple(sorted(tables))
-        return RowSpace(names, tuple(tables[name].shape[0] for name in names))
+        return _row_space(names, tuple([tables[name].shape[0] for name in names]))
 
     @cached_property
     def starts(self) -> tuple[int, ...]:
@@ -41,6 +41,11 @@ class RowSpace:
     @cached_property
     def size(self) -> int:
         return sum(self.sizes)
+
+    @cached_property
+    def _bounds(self) -> np.ndarray:
+        """The first global row of each table, and one past the last of all."""
+        return np.array((*self.starts, self.size))
 
     def split(self, rows: Tensor) -> dict[str, Tensor]:
         """Ascending global rows as rows of each table."""
@@ -51,7 +56,7 @@ class RowSpace:
 
     def edges(self, rows: Tensor) -> list[tuple[int, int]]:
         """Where the rows of each table begin and end among ascending global rows."""
-        return list(pairwise(np.searchsorted(rows.cpu().numpy(), (*self.starts, self.size)).tolist()))
+        return list(pairwise(rows.cpu().numpy().searchsorted(self._bounds).tolist()))
 
     def join(self, rows: Mapping[str, Tensor]) -> Tensor:
         """Rows of each table, ascending, as ascending global rows."""
@@ -59,6 +64,12 @@ class RowSpace:
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts) if parts else torch.empty(0, dtype=torch.long)
+
+
+@lru_cache(maxsize=16)
+def _row_space(names: tuple[str, ...], sizes: tuple[int, ...]) -> RowSpace:
+    """The same object for the same tables: what it works out once serves all steps."""
+    return RowSpace(names, sizes)
 
 
 class TouchedRows:
@@ -104,7 +115,8 @@ class TouchedRows:
     @cached_property
     def _by_unit(self) -> _ByUnit:
         row = loops.numbered(self.begin)
-        unit = torch.cat([lookup.units for lookup in self.lookups.values()])[self.order]
+        units = [lookup.units for lookup in self.lookups.values()]
+        unit = (units[0] if len(units) == 1 else torch.cat(units))[self.order]
         if self._owners is not None:
             unit = self._owners[unit]
         if self._one_row_each:
@@ -143,8 +155,8 @@ class TouchedRows:
         if slots is None and self._used is None:
             return LookupNorms(list(self.lookups), every, every)
         chosen = torch.zeros_like(self.rows) if slots is None else slots
-        kept = loops.in_slots(chosen, self.begin, self.order, self._count)
-        return LookupNorms(list(self.lookups), every, every.masked_fill(~kept.view_as(every), 0))
+        selected = loops.in_slots(every.view(-1), chosen, self.begin, self.order).view_as(every)
+        return LookupNorms(list(self.lookups), every, selected)
 
     def add_weighted_sums(self, outs: Mapping[str, Tensor], slots: Tensor | None, factors: Tensor) -> None:
         """Adds the sums over units of factor times gradient to `outs`, for some tables, on all cores.

@@ -91,8 +91,8 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
             target_epsilon=privacy.target_epsilon, target_delta=delta, epochs=training.epochs, **common
         )
     else:
-        assert privacy.noise_multiplier is not None
-        model, optimizer, private = engine.make_private(noise_multiplier=privacy.noise_multiplier, **common)
+        assert config.noise_multiplier is not None
+        model, optimizer, private = engine.make_private(noise_multiplier=config.noise_multiplier, **common)
     if data.vocabulary_is_private:
         engine.add_note("The vocabulary, which was counted on the private data without noise.")
     if (unit_is := getattr(data.training, "unit_is", None)) is not None:

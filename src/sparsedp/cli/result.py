@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,13 +151,14 @@ def metric_lines(metrics: dict[str, Any], planted_auc: float | None) -> list[tup
         planted = "" if planted_auc is None else f"; {planted_auc:.4f} for the model that drew the clicks"
         lines.append(("AUC, held out", f"{metrics['auc']:.4f} (0.5 for guessing{planted})"))
         lines.append(("log loss, held out", f"{metrics['log_loss']:.4f}"))
-    for name in ("ndcg@10", "hit@10"):
-        if name in metrics:
-            baselines = {"popularity": "the most popular items", "planted": "the model that drew the sequences"}
-            values = {text: metrics.get(f"{key}_{name}") for key, text in baselines.items()}
-            others = "; ".join(f"{value:.4f} for {text}" for text, value in values.items() if value is not None)
-            shown = f"{metrics[name]:.4f}" + (f" ({others})" if others else "")
-            lines.append((f"{name.upper()}, held out", shown))
+    rankings = [name for name in metrics if re.fullmatch(r"(ndcg|hit|precision|recall)@\d+", name)]
+    for name in rankings:
+        baselines = {"popularity": "the most popular items", "planted": "the model that drew the sequences"}
+        values = {text: metrics.get(f"{key}_{name}") for key, text in baselines.items()}
+        others = "; ".join(f"{value:.4f} for {text}" for text, value in values.items() if value is not None)
+        shown = f"{metrics[name]:.4f}" + (f" ({others})" if others else "")
+        title = name.upper() if name.startswith(("ndcg", "hit")) else name
+        lines.append((f"{title}, held out", shown))
     if "loss" in metrics:
         lines.append(("loss, held out", f"{metrics['loss']:.4f}"))
     periods = metrics.get("periods", {})

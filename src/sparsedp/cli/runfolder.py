@@ -191,10 +191,6 @@ class RunFolder:
         if step is not None or self.is_released:
             raise SparseDPError(f"{self.path} has lost its checkpoint: {self.checkpoint} is missing. Start a new run.")
 
-    @property
-    def has_canaries(self) -> bool:
-        return (self.private / "canaries.json").is_file()
-
     def read_canaries(self) -> CanaryPlan | None:
         """Which canaries are in the run's data; None if there are none."""
         values = self._read("canaries.json", None)

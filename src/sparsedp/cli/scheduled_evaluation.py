@@ -138,4 +138,6 @@ class ScheduledEvaluation:
 
 
 def _in_words(metrics: dict[str, Any]) -> str:
-    return "  ".join(f"{name.replace('_', ' ')} {v:.4f}" for name, v in metrics.items() if isinstance(v, float))
+    """Of precision and recall at several k, those at 10: the file has them all."""
+    shown = {name: v for name, v in metrics.items() if isinstance(v, float) and name.rpartition("@")[2] in (name, "10")}
+    return "  ".join(f"{name.replace('_', ' ')} {v:.4f}" for name, v in shown.items())

@@ -107,17 +107,18 @@ def _note_error(job: Job, text: str, more: str = "") -> None:
 def evaluate_halves(config: Config, parts: Prepared) -> dict[str, Any]:
     """The metrics on two halves of what was held out: `validation`, to choose by, and `test`, to report.
 
-    The same halves for all runs on the same data, drawn at random once and for all.
+    The same halves for all runs on the same data, drawn at random once and for all. Labels of one test user stay together.
     """
     held_out = parts.data.held_out
     if held_out is None or len(held_out) < 2:
         raise SparseDPError("Nothing is held out, so that the run has no utility to compare.")
-    order = np.random.default_rng(0).permutation(len(held_out))
+    owners = getattr(held_out, "owners", np.arange(len(held_out)))
+    order = np.random.default_rng(0).permutation(owners.max() + 1)
     middle = len(order) // 2
     collate = getattr(held_out, "collate", parts.data.collate)
     metrics = {}
     for name, chosen in (("validation", order[:middle]), ("test", order[middle:])):
-        rows = np.sort(chosen)
+        rows = np.flatnonzero(np.isin(owners, chosen))
         part = Subset(held_out, rows.tolist())
         if isinstance(held_out, HeldOutItems):
             metrics[name] = rank_items(config, parts.model, parts.data, part)

@@ -12,6 +12,7 @@ from sparsedp.data.clicklog import (
 from sparsedp.data.clickparse import MISSING_INTEGER
 from sparsedp.data.generated import GeneratedClickLog, generated_click_log, write_click_log
 from sparsedp.data.generatedsequences import GeneratedSequences, generated_sequences
+from sparsedp.data.generatedtimelines import GeneratedTimelines, generated_timelines
 from sparsedp.data.metrics import auc, log_loss
 from sparsedp.data.ranking import Ranking, popularity_scorer, rank_held_out, ranks
 from sparsedp.data.sequencefiles import Actions, read_actions
@@ -31,6 +32,7 @@ from sparsedp.data.timelines import (
     TimelineSplit,
     split_timelines,
 )
+from sparsedp.data.titles import read_titles, title_rows, title_words
 from sparsedp.data.vocabulary import CountVocabulary, GivenVocabulary, HashVocabulary
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "CountVocabulary",
     "GeneratedClickLog",
     "GeneratedSequences",
+    "GeneratedTimelines",
     "GivenVocabulary",
     "HashVocabulary",
     "HeldOutItems",
@@ -61,6 +64,7 @@ __all__ = [
     "collate_clicks",
     "generated_click_log",
     "generated_sequences",
+    "generated_timelines",
     "log_loss",
     "make_sequences",
     "open_click_log",
@@ -69,6 +73,9 @@ __all__ = [
     "rank_held_out",
     "ranks",
     "read_actions",
+    "read_titles",
     "split_timelines",
+    "title_rows",
+    "title_words",
     "write_click_log",
 ]

@@ -14,6 +14,46 @@ from sparsedp.errors import ConfigError
 _SHORTEST = 4  # a history, a target, a validation and a test item
 
 
+def require_possible(
+    function: str, users: int, items: int, groups: int, structure: float, skew: float, mean_length: float
+) -> None:
+    """Refuses arguments of which no data can be drawn."""
+    if users < 1 or not 1 <= groups <= items:
+        raise ConfigError(
+            f"{function}: expected at least one user and an item for each group, got users={users}, "
+            f"items={items}, groups={groups}"
+        )
+    if not 0 <= structure <= 1 or skew < 0 or mean_length < _SHORTEST:
+        raise ConfigError(
+            f"{function}: expected structure in [0, 1], skew >= 0 and mean_length >= {_SHORTEST}, "
+            f"got structure={structure}, skew={skew}, mean_length={mean_length}"
+        )
+
+
+class ItemGroups:
+    """Items 0 to items - 1 in groups, by chance, with popularities rank^-skew: ids say nothing about group or popularity."""
+
+    def __init__(self, items: int, groups: int, skew: float, random: np.random.Generator) -> None:
+        self.group_of = random.permutation(np.arange(items) % groups)  # int64 [items]
+        self.popularity = np.arange(1, items + 1, dtype=np.float64)[random.permutation(items)] ** -skew  # [items]
+        self.mass = np.bincount(self.group_of, weights=self.popularity, minlength=groups)  # [groups]
+        self._by_group = np.argsort(self.group_of, kind="stable")
+        self._edges = np.concatenate([[0.0], np.cumsum(self.popularity[self._by_group])])
+        last_of_group = np.cumsum(np.bincount(self.group_of, minlength=groups))
+        self._bounds = self._edges[np.concatenate([[0], last_of_group])]
+
+    def draw(self, group: np.ndarray, random: np.random.Generator) -> np.ndarray:
+        """An item of each of the groups, by popularity; int64 [n]."""
+        low, high = self._bounds[group], self._bounds[group + 1]
+        place = np.searchsorted(self._edges, low + random.random(len(group)) * (high - low), side="right") - 1
+        return self._by_group[np.clip(place, 0, len(self._by_group) - 1)]
+
+
+def geometric_lengths(users: int, mean: float, random: np.random.Generator) -> np.ndarray:
+    """4 + a geometric number with mean `mean` - 4, int64 [users]."""
+    return _SHORTEST + random.geometric(1 / (1 + mean - _SHORTEST), users) - 1
+
+
 @dataclass(frozen=True)
 class GeneratedSequences(Sequences):
     """Sequences that know the model they were drawn from."""
@@ -58,36 +98,14 @@ def generated_sequences(
     group; within a group items come by their popularity. Lengths are 4 + a geometric number with mean `mean_length` - 4.
     Who knows the popular items only predicts badly; who knows each item's group predicts well.
     """
-    if users < 1 or not 1 <= groups <= items:
-        raise ConfigError(
-            f"generated_sequences: expected at least one user and an item for each group, got users={users}, "
-            f"items={items}, groups={groups}"
-        )
-    if not 0 <= structure <= 1 or skew < 0 or mean_length < _SHORTEST:
-        raise ConfigError(
-            f"generated_sequences: expected structure in [0, 1], skew >= 0 and mean_length >= {_SHORTEST}, "
-            f"got structure={structure}, skew={skew}, mean_length={mean_length}"
-        )
+    require_possible("generated_sequences", users, items, groups, structure, skew, mean_length)
     shape_random, draw_random = (np.random.default_rng(s) for s in np.random.SeedSequence(seed).spawn(2))
-    # Ids say nothing about popularity or group.
-    group_of = shape_random.permutation(np.arange(items) % groups)
-    popularity = np.arange(1, items + 1, dtype=np.float64)[shape_random.permutation(items)] ** -skew
-    mass = np.bincount(group_of, weights=popularity, minlength=groups)
+    grouped = ItemGroups(items, groups, skew, shape_random)
+    group_of, popularity, mass = grouped.group_of, grouped.popularity, grouped.mass
     to_group = np.tile((1 - structure) * mass / mass.sum(), (groups, 1))
     for share, successor in zip((0.6, 0.3, 0.1), (shape_random.permutation(groups) for _ in range(3))):
         to_group[np.arange(groups), successor] += structure * share
-
-    by_group = np.argsort(group_of, kind="stable")
-    edges = np.concatenate([[0.0], np.cumsum(popularity[by_group])])
-    bounds = edges[np.concatenate([[0], np.cumsum(np.bincount(group_of, minlength=groups))])]
-
-    def draw_items(group: np.ndarray) -> np.ndarray:
-        low, high = bounds[group], bounds[group + 1]
-        place = np.searchsorted(edges, low + draw_random.random(len(group)) * (high - low), side="right") - 1
-        return by_group[np.clip(place, 0, items - 1)]
-
-    extra = mean_length - _SHORTEST
-    lengths = _SHORTEST + draw_random.geometric(1 / (1 + extra), users) - 1
+    lengths = geometric_lengths(users, mean_length, draw_random)
     starts = np.concatenate([[0], np.cumsum(lengths)])
     actions = np.empty(starts[-1], np.int64)
     cumulative = np.cumsum(to_group, axis=1)
@@ -97,7 +115,7 @@ def generated_sequences(
         if step:
             above = draw_random.random(len(going))[:, None] > cumulative[group[going]]
             group[going] = np.minimum(above.sum(1), groups - 1)
-        actions[starts[going] + step] = draw_items(group[going]) + 1
+        actions[starts[going] + step] = grouped.draw(group[going], draw_random) + 1
     next_item = np.zeros((groups, items + 1))
     next_item[:, 1:] = to_group[:, group_of] * (popularity / mass[group_of])
     groups_with_padding = np.concatenate([[0], group_of])

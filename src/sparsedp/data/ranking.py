@@ -25,6 +25,8 @@ _BLOCK = (
     1 << 20
 )  # scores that are compared at once: what they are compared to fits into the cache, which is 4 times faster
 
+_LARGEST = 1 << 27  # scores that are held at once
+
 
 @dataclass(frozen=True)
 class Ranking:
@@ -39,7 +41,7 @@ class Ranking:
     def to_dict(self) -> dict[str, float]:
         precision = {f"precision@{k}": hit / k for k, hit in self.hits.items()}
         recall = {f"recall@{k}": hit for k, hit in self.hits.items()}
-        return {f"ndcg@{self.k}": self.ndcg, f"hit@{self.k}": self.hit, **precision, **recall}
+        return {f"ndcg@{self.k}": self.ndcg, f"hit@{self.k}": self.hit} | precision | recall
 
 
 def ranks(scores: Tensor, item: Tensor, exclude: Tensor | None = None) -> Tensor:
@@ -68,7 +70,7 @@ def ranks(scores: Tensor, item: Tensor, exclude: Tensor | None = None) -> Tensor
 def rank_held_out(
     score: Scorer, held_out: Any, *, k: int = 10, chunk: int = 128, exclude_seen: bool = False
 ) -> Ranking:
-    """NDCG@k and HIT@k of `score` on `HeldOutItems`, or on a torch Subset of them, `chunk` users at a time.
+    """NDCG@k and HIT@k of `score` on `HeldOutItems`, or on a torch Subset of them, at most `chunk` users at a time.
 
     With `exclude_seen`, items that the user had before are not ranked, unless the held-out item is one of them.
     """
@@ -81,6 +83,7 @@ def rank_held_out(
         )
     if not where:
         raise SparseDPError("Nothing is held out, so that there is nothing to rank.")
+    chunk = min(chunk, max(1, _LARGEST // (data.items + 1)))
     parts = []
     with torch.no_grad():
         for begin in range(0, len(where), chunk):

@@ -18,7 +18,7 @@ from sparsedp.errors import ConfigError, DataError, suggestion
 
 # What a header may call the columns, in lower case and without "_".
 _USER = ("user", "userid", "reviewerid")
-_ITEM = ("item", "itemid", "movieid", "asin")
+ITEM_COLUMNS = ("item", "itemid", "movieid", "asin")
 _TIME = ("timestamp", "time", "unixreviewtime")
 
 
@@ -73,9 +73,9 @@ def read_actions(path: str | os.PathLike[str], format: str = "auto") -> Actions:
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if format == "auto":
-        with _open_text(path) as lines:
+        with open_text(path) as lines:
             format = _guess(path, next((line for line in lines if line.strip()), ""))
-    with _open_text(path) as lines:
+    with open_text(path) as lines:
         return _read_lists(path, lines) if format == "lists" else _read_rows(path, lines, format)
 
 
@@ -140,8 +140,13 @@ def _refuse(path: Path, number: int, problem: str) -> NoReturn:
     raise DataError(f"{path}, line {number}: {problem}")
 
 
+def column_name(text: str) -> str:
+    """A column's name in a header, in lower case and without "_" and quotes."""
+    return text.strip().strip('"').lower().replace("_", "")
+
+
 def _csv_layout(path: Path, number: int, header: str) -> _Layout:
-    names = [name.strip().strip('"').lower().replace("_", "") for name in header.split(",")]
+    names = [column_name(name) for name in header.split(",")]
 
     def column(what: str, accepted: Sequence[str]) -> int:
         matching = [i for i, name in enumerate(names) if name in accepted]
@@ -150,7 +155,7 @@ def _csv_layout(path: Path, number: int, header: str) -> _Layout:
             _refuse(path, number, f"{problem} the {what} ({', '.join(accepted)}) in the header {header!r}")
         return matching[0]
 
-    return _Layout(",", len(names), column("user", _USER), column("item", _ITEM), column("time", _TIME))
+    return _Layout(",", len(names), column("user", _USER), column("item", ITEM_COLUMNS), column("time", _TIME))
 
 
 def _guess(path: Path, line: str) -> str:
@@ -158,8 +163,8 @@ def _guess(path: Path, line: str) -> str:
     if "::" in text:
         return "movielens"
     if "," in text:
-        names = {name.strip().strip('"').lower().replace("_", "") for name in text.split(",")}
-        return "csv" if names & {*_USER} and names & {*_ITEM} else "amazon"
+        names = {column_name(name) for name in text.split(",")}
+        return "csv" if names & {*_USER} and names & {*ITEM_COLUMNS} else "amazon"
     if text.count("\t") == 3:
         return "movielens_100k"
     if len(text.split()) >= 2:
@@ -168,7 +173,7 @@ def _guess(path: Path, line: str) -> str:
 
 
 @contextmanager
-def _open_text(path: Path) -> Iterator[TextIO]:
+def open_text(path: Path) -> Iterator[TextIO]:
     """A plain or gzipped file, by its first bytes, not its name."""
     with open(path, "rb") as file:
         zipped = file.read(2) == b"\x1f\x8b"

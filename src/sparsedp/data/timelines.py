@@ -32,16 +32,27 @@ class Timeline(NamedTuple):
 
 
 class TimelineDataset(Dataset[Timeline]):
-    """The timelines of users, `actions[begins[i] : ends[i]]` each. Use it with a `LabelCollate(context)`."""
+    """The timelines of users, `actions[begins[i] : ends[i]]` each. Use it with a `LabelCollate(context)`.
+
+    `words`, if the items have titles: codes of their words, int64 [items + 1, n] (`sparsedp.data.title_words`).
+    """
 
     unit_is = (
         "A user is one timeline, all that they did: a batch has one example of it, a label that is drawn from it anew "
         "with the items before it."
     )
 
-    def __init__(self, sequences: Sequences, begins: np.ndarray, ends: np.ndarray, context: int) -> None:
+    def __init__(
+        self,
+        sequences: Sequences,
+        begins: np.ndarray,
+        ends: np.ndarray,
+        context: int,
+        words: np.ndarray | None = None,
+    ) -> None:
         self.sequences, self.length = sequences, context
         self.items, self.vocabulary_is_private = sequences.items, sequences.vocabulary_is_private
+        self.words = words
         self._begins, self._ends = begins, ends
         self.collate = LabelCollate(context)
 
@@ -76,6 +87,11 @@ class HeldOutLabels(HeldOutItems):
     """Labels of test users, drawn once: (context int64 [length], label int64 [])."""
 
     cutoffs: ClassVar[tuple[int, ...]] = (1, 5, 10, 20)  # the k of precision@k and recall@k, as in the paper
+
+    @property
+    def owners(self) -> np.ndarray:
+        """int64 [n]: whose each label is, numbered from 0."""
+        return np.unique(self._begins, return_inverse=True)[1]
 
 
 class LabelCollate:
@@ -120,7 +136,13 @@ class TimelineSplit:
 
 
 def split_timelines(
-    sequences: Sequences, *, context: int = 20, test_share: float = 0.2, test_labels: int = 1, seed: int = 0
+    sequences: Sequences,
+    *,
+    context: int = 20,
+    test_share: float = 0.2,
+    test_labels: int = 1,
+    seed: int = 0,
+    words: np.ndarray | None = None,
 ) -> TimelineSplit:
     """About `test_share` of the users for testing, with `test_labels` labels each, and the others for training.
 
@@ -137,7 +159,7 @@ def split_timelines(
     usable = ends - begins >= 2
     if not (usable & ~tested).any():
         raise DataError(f"none of the {sequences.users} users is left to train on: a timeline takes at least two items")
-    training = TimelineDataset(sequences, begins[usable & ~tested], ends[usable & ~tested], context)
+    training = TimelineDataset(sequences, begins[usable & ~tested], ends[usable & ~tested], context, words)
     test_begins, test_ends = (np.repeat(edges[usable & tested], test_labels) for edges in (begins, ends))
     if not len(test_begins):
         return TimelineSplit(training, None)

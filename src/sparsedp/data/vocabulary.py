@@ -21,6 +21,13 @@ OUT_OF_VOCABULARY_ROW, MISSING_ROW, FIRST_VALUE_ROW = 0, 1, 2
 Values = Sequence[str] | Mapping[str, int]
 
 
+def mix(h: np.ndarray) -> np.ndarray:
+    """The mix of splitmix64, uint64: the same on every machine."""
+    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return h ^ (h >> np.uint64(31))
+
+
 @dataclass(frozen=True)
 class HashVocabulary:
     """`buckets` rows per table (one number, or one per feature): row 0 is missing, values share the others.
@@ -49,11 +56,9 @@ class HashVocabulary:
     def encode(self, codes: np.ndarray) -> np.ndarray:
         """codes int64 [n, 26] -> rows int32 [n, 26]."""
         salt = np.arange(1, CATEGORIES + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        h = codes.astype(np.uint64) + salt
-        h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        h ^= h >> np.uint64(31)
-        rows = (h % (np.array(self.sizes, np.uint64) - np.uint64(1))).astype(np.int32) + 1
+        rows = (mix(codes.astype(np.uint64) + salt) % (np.array(self.sizes, np.uint64) - np.uint64(1))).astype(
+            np.int32
+        ) + 1
         rows[codes == MISSING_CATEGORY] = 0
         return rows
 

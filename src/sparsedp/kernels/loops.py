@@ -35,13 +35,13 @@ def group(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     `keys` (P,) are not negative. Positions of a key keep their order.
     """
     bits = max(1, keys.numel() - 1).bit_length()
-    if keys.device.type == "cpu" and keys.numel() and int(keys.max()) < 1 << (63 - bits):
+    if keys.is_cpu and keys.numel():
         # One sort of 64-bit numbers that hold key and position: numpy's is several times faster than an argsort.
-        packed = keys.numpy() << bits
-        packed |= np.arange(len(packed))
-        packed.sort()
-        distinct, begin, positions = _unpacked(packed, bits)
-        return torch.from_numpy(distinct), torch.from_numpy(begin), torch.from_numpy(positions)
+        fits, packed = _packed(keys.numpy(), bits)
+        if fits:
+            packed.sort()
+            distinct, begin, positions = _unpacked(packed, bits)
+            return torch.from_numpy(distinct), torch.from_numpy(begin), torch.from_numpy(positions)
     ascending, order = torch.sort(keys, stable=True)
     distinct, counts = torch.unique_consecutive(ascending, return_counts=True)
     return distinct, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), order
@@ -82,15 +82,19 @@ def squared_rows(x: Tensor) -> Tensor:
         return norms.masked_fill_(~(norms < LARGEST), torch.inf).square()
     # In float64: a float32 sum over a long row loses all elements that are small beside the largest.
     flat, stride = _flat(x.flatten(0, -2))
-    squares, width = np.empty(x.shape[:-1].numel(), np.float64), x.shape[-1]
-    pieces = split(len(squares), width)
-    on_all_cores(lambda part: _squared_rows(flat, stride, width, part.start, part.stop, squares), pieces)
-    return torch.from_numpy(squares).view(x.shape[:-1])
+    *shape, width = x.shape
+    squares = np.empty(shape, np.float64)
+    each = squares.reshape(-1)
+    pieces = split(len(each), width)
+    on_all_cores(lambda part: _squared_rows(flat, stride, width, part.start, part.stop, each), pieces)
+    return torch.from_numpy(squares)
 
 
 def squared_rows_of_each(tensors: list[Tensor]) -> Tensor:
     """`squared_rows` of each of some tensors (n, d), with d of their own, as (tensors, n)."""
     one = tensors[0]
+    if len(tensors) == 1:
+        return squared_rows(one)[None]
     begins = [tensor.storage_offset() for tensor in tensors]
     widths = [tensor.shape[1] for tensor in tensors]
     if not (compiled(one) and one.numel() and all(_beside(one, x) for x in tensors)):
@@ -117,13 +121,13 @@ def _beside(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def in_slots(slots: Tensor, begin: Tensor, order: Tensor, count: int) -> Tensor:
-    """Which of `count` positions, bool, are of a row with a slot (not -1). Row r has order[begin[r] : begin[r + 1]]."""
-    if compiled(slots, begin, order):
-        return torch.from_numpy(_in_slots(slots.numpy(), begin.numpy(), order.numpy(), count))
-    in_slot = torch.zeros(count, dtype=torch.bool, device=order.device)
-    in_slot[order] = (slots >= 0).repeat_interleave(begin.diff())
-    return in_slot
+def in_slots(values: Tensor, slots: Tensor, begin: Tensor, order: Tensor) -> Tensor:
+    """`values` (n,) at the positions of rows that have a slot (not -1), else 0. Row r has order[begin[r] : begin[r + 1]]."""
+    if compiled(values, slots, begin, order):
+        return torch.from_numpy(_in_slots(values.numpy(), slots.numpy(), begin.numpy(), order.numpy()))
+    without_slot = torch.ones(values.shape, dtype=torch.bool, device=order.device)
+    without_slot[order] = (slots < 0).repeat_interleave(begin.diff())
+    return values.masked_fill(without_slot, 0)
 
 
 def outer_products(a: Tensor, b: Tensor) -> Tensor:
@@ -203,7 +207,7 @@ def squared_sums(
 def move_rows(table: Tensor, rows: Tensor, values: Tensor, step: float) -> None:
     """table[rows] += step * values, in place; `rows` are distinct."""
     if compiled(table, values) and table.is_contiguous():
-        width = table[:1].numel()
+        width = table.shape[1:].numel()
         _move_rows(table.numpy().reshape(-1, width), rows.numpy(), values.numpy().reshape(-1, width), step)
         torch.autograd.graph.increment_version(table)
         return
@@ -230,11 +234,21 @@ def claim(since: Tensor, ids: Tensor, now: int) -> tuple[Tensor, Tensor] | None:
 def _flat(x: Tensor) -> tuple[np.ndarray, int]:
     """x (n, d) as the memory it lies in and the distance of its rows, so that the compiler sees rows without gaps."""
     if x.is_contiguous():
-        return x.view(-1).numpy(), x.shape[1]
+        return x.numpy().reshape(-1), x.shape[1]
     if x.stride(1) != 1 or x.stride(0) < 0:
         x = x.contiguous()
     size = (x.shape[0] - 1) * x.stride(0) + x.shape[1] if x.numel() else 0
     return x.as_strided((size,), (1,)).numpy(), x.stride(0)
+
+
+@njit(cache=True, nogil=True)
+def _packed(keys: np.ndarray, bits: int) -> tuple[bool, np.ndarray]:
+    """Numbers that hold keys, and positions in their last `bits` bits; whether all keys are small enough for that."""
+    packed, largest = np.empty(len(keys), np.int64), np.int64(0)
+    for k in range(len(keys)):
+        largest = max(largest, keys[k])
+        packed[k] = keys[k] << bits | k
+    return largest < 1 << (63 - bits), packed
 
 
 @njit(cache=True, nogil=True)
@@ -306,12 +320,12 @@ def _squared_parts(
 
 
 @njit(cache=True, nogil=True)
-def _in_slots(slots: np.ndarray, begin: np.ndarray, order: np.ndarray, count: int) -> np.ndarray:
-    in_slot = np.zeros(count, np.bool_)
+def _in_slots(values: np.ndarray, slots: np.ndarray, begin: np.ndarray, order: np.ndarray) -> np.ndarray:
+    in_slot = np.zeros(len(values), values.dtype)
     for r in range(len(slots)):
         if slots[r] >= 0:
             for k in range(begin[r], begin[r + 1]):
-                in_slot[order[k]] = True
+                in_slot[order[k]] = values[order[k]]
     return in_slot
 
 
@@ -355,16 +369,18 @@ def _add_rows(
             position = order[begin[r]] - first
             scale = factor[position]
             at = (source[position] if len(source) else position) * stride
+            value = grad[at : at + width]  # a slice, or each access would test for an index from the end
             for j in range(width):
-                row[j] += scale * grad[at + j]
+                row[j] += scale * value[j]
             continue
         total[:] = 0.0
         for k in range(begin[r], begin[r + 1]):
             position = order[k] - first
             scale = np.float64(factor[position])
             at = (source[position] if len(source) else position) * stride
+            value = grad[at : at + width]
             for j in range(width):
-                total[j] += scale * grad[at + j]
+                total[j] += scale * value[j]
         for j in range(width):
             row[j] += total[j]
 

@@ -147,7 +147,7 @@ def _scales(
 ) -> np.ndarray:
     """`unit` times the number of each row; `values` may be one for all, and is then one alone if not `many`."""
     if isinstance(values, float) or np.ndim(values) == 0:
-        return np.full(len(rows) if many else 1, float(values) * unit, dtype)
+        return np.full(len(rows), float(values) * unit, dtype) if many else np.array([float(values) * unit], dtype)
     if np.shape(values) != rows.shape:
         raise SparseDPError(
             f"std must be one number or one for each of {len(rows)} rows, not of shape {np.shape(values)}."

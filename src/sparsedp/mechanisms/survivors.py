@@ -34,12 +34,14 @@ def draw_survivors(
     touched = rows[noisy >= threshold]
     first, end = owned.start, owned.stop
     if within is not None:
-        first, end = np.searchsorted(within, (first, end)).tolist()
+        first, end = within.searchsorted((first, end)).tolist()
     untouched = draw_rows(key.child(_UNTOUCHED), first, end, log_survival(threshold, std))
+    if not len(untouched):
+        return touched
     if within is not None:
         untouched = within[untouched]
     if len(rows):
-        at = np.minimum(np.searchsorted(rows, untouched), len(rows) - 1)
+        at = np.minimum(rows.searchsorted(untouched), len(rows) - 1)
         untouched = untouched[rows[at] != untouched]  # touched rows have noise of their own, drawn above
     return np.sort(np.concatenate([touched, untouched]), kind="stable")
 

@@ -81,7 +81,7 @@ class DPFormer(SequenceModel):
         # A dense parameter and not a table: every unit uses these rows, and no mechanism should select among them.
         self.positions = nn.Parameter(torch.empty(length, dim))
         nn.init.normal_(self.positions, std=0.02)
-        self.blocks = nn.ModuleList(_Block(dim, heads, dropout, projected, activation) for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block(dim, heads, dropout, projected, activation) for _ in range(blocks))
         self.norm = nn.LayerNorm(dim)
         self.register_buffer("future", torch.ones(length, length, dtype=torch.bool).triu(1), persistent=False)
         if reattention:
@@ -177,7 +177,7 @@ class DPFormer(SequenceModel):
         x = Moments(embedded, variance[..., None])
         noises: list[_Noise | None] = []
         for block in self.blocks:
-            assert isinstance(block, _Block)
+            assert isinstance(block, Block)
             noise = _Noise(layer_norm(x, block.norm1, self.weight_error), self.weight_error, self.cap)
             noises.append(noise)
             if len(noises) < len(self.blocks):
@@ -198,13 +198,15 @@ class _Noise:
     cap: Tensor
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
     """Self-attention and a feed-forward network of width 4 dim, each behind a layer norm and beside a residual path.
 
     Out of plain operations: fused attention would not take the correction, and hides its parameters' uses from capture.
     """
 
-    def __init__(self, dim: int, heads: int, dropout: float, projected: bool, activation: str) -> None:
+    def __init__(
+        self, dim: int, heads: int, dropout: float = 0.0, projected: bool = False, activation: str = "relu"
+    ) -> None:
         super().__init__()
         self.heads, self.dropout, self.projected = heads, dropout, projected
         self._activation, self._moments = _ACTIVATIONS[activation], _MOMENTS[activation]
@@ -216,7 +218,7 @@ class _Block(nn.Module):
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, future: Tensor, noise: _Noise | None = None) -> Tensor:
-        """x [B, L, dim]; `future` [L, L] is true where a key comes after its query."""
+        """x [B, L, dim]; `future` [L, L] is true where a key comes after its query, or any mask [B, 1 or heads, 1 or L, L]."""
         a = self.norm1(x)
         query, key, value = (self._split(layer(a)) for layer in (self.query, self.key, self.value))
         weights = self._drop(self._weights(query, key, future, noise))

@@ -7,7 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 TABLES_DO_NOT_MATTER = "the tables matter too little here for a trade-off to mean something"
-METRIC_NAMES = {"auc": "AUC", "log_loss": "log loss", "ndcg@10": "NDCG@10", "hit@10": "HIT@10", "loss": "loss"}
+METRIC_NAMES = {
+    "auc": "AUC", "log_loss": "log loss", "ndcg@10": "NDCG@10", "hit@10": "HIT@10", "precision@10": "precision@10",
+    "recall@10": "recall@10", "loss": "loss",
+}  # fmt: skip
 CONTROL_NAMES = {"non_private": "not private", "frozen": "tables frozen"}
 
 

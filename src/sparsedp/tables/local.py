@@ -25,7 +25,10 @@ class LocalOwner(Owner):
         parameter, first = self.run.parameters[name], self.run.owned(name).start
         rate = self._rates.get(id(parameter))
         if rate is not None:
-            move_rows(parameter.detach()[first:], rows - first if first else rows, values, -rate)
+            table = parameter.detach()
+            if first:
+                table, rows = table[first:], rows - first
+            move_rows(table, rows, values, -rate)
             return
         if parameter.grad is not None:  # an owner of other rows of the table has put theirs there
             before = parameter.grad

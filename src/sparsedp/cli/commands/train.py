@@ -24,6 +24,7 @@ EPILOG = """examples:
   sparsedp train criteo --set 'data.paths=train.txt.gz'  a click log in Criteo's format
   sparsedp train sequences                               the next item of generated sequences, in less than a minute
   sparsedp train movielens --set data.path=ratings.dat   the next film, a user as the unit
+  sparsedp train dual                                    the next item with a dual encoder, in about a minute
   sparsedp train my.yaml --run-dir runs/mine --json      the result as JSON; progress goes to stderr
   sparsedp train --resume runs/mine                      go on after Ctrl-C or a crash
   sparsedp train --resume runs/mine --code my.yaml       the same, with code of your own beside my.yaml

@@ -16,7 +16,7 @@ from sparsedp.cli.config.datasets import (
 )
 from sparsedp.cli.config.losses import CANDIDATE_LOSSES, SEQUENCE_LOSSES, Loss, make_loss
 from sparsedp.cli.config.mechanism import mechanism_addresses
-from sparsedp.cli.config.models import DualModel, OwnModel, PctrModel, RecurrentModel, TransformerModel
+from sparsedp.cli.config.models import DlrmModel, DualModel, OwnModel, PctrModel, RecurrentModel, TransformerModel
 from sparsedp.cli.config.schema import Address, SchemaError
 from sparsedp.cli.config.sections import OptimizerConfig, PrivacyConfig, StreamConfig, TrainingConfig
 from sparsedp.cli.config.trust import Code
@@ -34,7 +34,7 @@ class Config:
         | TimelinesData
         | OwnData
     )
-    model: PctrModel | TransformerModel | RecurrentModel | DualModel | OwnModel
+    model: PctrModel | DlrmModel | TransformerModel | RecurrentModel | DualModel | OwnModel
     optimizer: OptimizerConfig
     training: TrainingConfig
     privacy: PrivacyConfig
@@ -71,6 +71,9 @@ class Config:
             raise SchemaError("privacy.unit", "a timeline is all that a user did: give user")
         if self.data.topic == "timelines" and self.training.workers:
             raise SchemaError("training.workers", "labels are drawn in the main process: give 0")
+        titles = getattr(self.data, "titles", None)
+        if titles is not None and isinstance(self.model, DualModel) and not self.model.title_features:
+            raise SchemaError("data.titles", "no feature looks at them: add unigrams or bigrams to model.features")
         if self.loss in CANDIDATE_LOSSES and self.training.negatives is None:
             raise SchemaError("training.negatives", f"missing; expected how many negatives {self.loss} draws")
         if self.loss not in CANDIDATE_LOSSES and self.training.negatives is not None:
@@ -85,6 +88,17 @@ class Config:
             )
         if self.training.negatives is not None and self.training.workers:
             raise SchemaError("training.workers", "negatives are drawn in the main process: give 0")
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """As given, on the sum of clipped gradients; None if it is to be found for an epsilon.
+
+        `noise_on_mean` s is the deviation on the mean over a batch of B: sigma C / B = s, so that sigma is s B / C.
+        """
+        privacy = self.privacy
+        if privacy.noise_on_mean is not None:
+            return privacy.noise_on_mean * self.training.batch_size / privacy.max_grad_norm
+        return privacy.noise_multiplier
 
     def make_loss(self) -> Loss:
         return make_loss(self.loss, self.privacy.loss_reduction, self.code)

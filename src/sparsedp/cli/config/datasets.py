@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import numpy as np
 from torch.utils.data import default_collate
 
 from sparsedp.cli.config.limits import Count, HeldOut, HeldOutShare, NotNegative, Positive, Probability, Seed, Share
@@ -21,9 +22,12 @@ from sparsedp.data import (
     HashVocabulary,
     generated_click_log,
     generated_sequences,
+    generated_timelines,
     open_click_log,
     open_sequences,
+    read_titles,
     split_timelines,
+    title_words,
 )
 from sparsedp.data.sequences import Sequences
 from sparsedp.errors import ConfigError
@@ -267,23 +271,25 @@ class TimelineKind(DatasetKind):
     split_seed: int
 
     @abstractmethod
-    def open(self) -> Sequences:
-        """The timelines of all users."""
+    def open(self) -> tuple[Sequences, np.ndarray | None]:
+        """The timelines of all users, and the words of the items' titles if they have any."""
 
     def load(self, code: Code, progress: RowsRead | None = None) -> Data:
+        sequences, words = self.open()
         split = split_timelines(
-            self.open(),
+            sequences,
             context=self.context,
             test_share=self.held_out,
             test_labels=self.test_labels,
             seed=self.split_seed,
+            words=words,
         )
         return Data(split.training, split.test, split.training.collate)
 
 
 @dataclass(frozen=True)
 class GeneratedTimelinesData(TimelineKind):
-    """Timelines drawn from a planted Markov chain (`sparsedp.data.generated_sequences`)."""
+    """Timelines drawn from a planted model of users' tastes (`sparsedp.data.generated_timelines`)."""
 
     kind: Literal["generated_timelines"]
     users: Count
@@ -291,7 +297,7 @@ class GeneratedTimelinesData(TimelineKind):
     context: Count = 20
     seed: Seed = 0
     groups: Count = 20
-    structure: Share = 0.9
+    structure: Share = 0.7
     skew: NotNegative = 0.8
     mean_length: Annotated[float, Range(4)] = 40.0
     held_out: HeldOutShare = 0.2
@@ -299,8 +305,8 @@ class GeneratedTimelinesData(TimelineKind):
     split_seed: Seed = 0
     exclude_seen: bool = False
 
-    def open(self) -> Sequences:
-        return generated_sequences(
+    def open(self) -> tuple[Sequences, np.ndarray | None]:
+        timelines = generated_timelines(
             self.users,
             self.items,
             seed=self.seed,
@@ -309,6 +315,7 @@ class GeneratedTimelinesData(TimelineKind):
             skew=self.skew,
             mean_length=self.mean_length,
         )
+        return timelines, timelines.words
 
 
 @dataclass(frozen=True)
@@ -320,17 +327,22 @@ class TimelinesData(TimelineKind):
     format: Literal["auto", "movielens", "movielens_100k", "amazon", "pairs", "csv", "lists"] = "auto"
     context: Count = 20
     min_actions: Count = 1
+    titles: str | None = None
     until_stable: bool = False
     held_out: HeldOutShare = 0.2
     test_labels: Count = 1
     split_seed: Seed = 0
     exclude_seen: bool = False
 
-    def open(self) -> Sequences:
-        return open_sequences(self.path, self.format, min_actions=self.min_actions, until_stable=self.until_stable)
+    def open(self) -> tuple[Sequences, np.ndarray | None]:
+        sequences = open_sequences(self.path, self.format, min_actions=self.min_actions, until_stable=self.until_stable)
+        if self.titles is None:
+            return sequences, None
+        return sequences, title_words(read_titles(self.titles), sequences.item_names)
 
     def with_absolute_paths(self) -> TimelinesData:
-        return replace(self, path=absolute_with_variables(self.path, "data.path"))
+        titles = None if self.titles is None else absolute_with_variables(self.titles, "data.titles")
+        return replace(self, path=absolute_with_variables(self.path, "data.path"), titles=titles)
 
 
 # ------------------------------------------------------------------ a user's own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
@@ -16,10 +17,12 @@ from sparsedp.cli.config.limits import Count, Dropout
 from sparsedp.cli.config.paths import absolute_with_variables
 from sparsedp.cli.config.schema import Address, SchemaError
 from sparsedp.cli.config.trust import Code
+from sparsedp.data import title_rows
 from sparsedp.errors import ConfigError
-from sparsedp.models import PCTR, DPFormer, DualEncoder, RecurrentRecommender
+from sparsedp.models import DLRM, PCTR, DPFormer, DualEncoder, FeatureDualEncoder, RecurrentRecommender
 
 K = TypeVar("K", bound="ModelKind")
+_HEADS, _BUCKETS = 4, 100_000  # of a dual encoder's Transformer, and rows for the words of titles
 
 
 class ModelKind(ABC):
@@ -50,11 +53,22 @@ class ModelKind(ABC):
         """
 
 
-@dataclass(frozen=True)
-class PctrModel(ModelKind):
-    """The click-through-rate model of the DP-AdaFEST paper (`sparsedp.models.PCTR`)."""
-
+class ClickModelKind(ModelKind):
     topic = "clicks"
+
+    def make(self, training: Any, code: Code) -> nn.Module:
+        if not hasattr(training, "vocabulary_sizes"):
+            raise ConfigError(f"model.kind: {self.kind} needs a click log; this data set has no vocabulary_sizes")
+        return self.make_for(training.vocabulary_sizes)
+
+    @abstractmethod
+    def make_for(self, sizes: Sequence[int]) -> nn.Module:
+        """The module, for tables of these numbers of rows."""
+
+
+@dataclass(frozen=True)
+class PctrModel(ClickModelKind):
+    """The click-through-rate model of the DP-AdaFEST paper (`sparsedp.models.PCTR`)."""
 
     kind: Literal["pctr"]
     hidden: Count = 598
@@ -62,10 +76,22 @@ class PctrModel(ModelKind):
     dim: Count | None = None
     freeze_tables: bool = False
 
-    def make(self, training: Any, code: Code) -> nn.Module:
-        if not hasattr(training, "vocabulary_sizes"):
-            raise ConfigError("model.kind: pctr needs a click log; this data set has no vocabulary_sizes")
-        return PCTR(training.vocabulary_sizes, hidden=self.hidden, hidden_layers=self.hidden_layers, dims=self.dim)
+    def make_for(self, sizes: Sequence[int]) -> PCTR:
+        return PCTR(sizes, hidden=self.hidden, hidden_layers=self.hidden_layers, dims=self.dim)
+
+
+@dataclass(frozen=True)
+class DlrmModel(ClickModelKind):
+    """MLPerf's DLRM (`sparsedp.models.DLRM`)."""
+
+    kind: Literal["dlrm"]
+    dim: Count = 128
+    bottom: list[Count] = field(default_factory=lambda: [512, 256])
+    top: list[Count] = field(default_factory=lambda: [1024, 1024, 512, 256])
+    freeze_tables: bool = False
+
+    def make_for(self, sizes: Sequence[int]) -> DLRM:
+        return DLRM(sizes, dim=self.dim, bottom=self.bottom, top=self.top)
 
 
 class SequenceModelKind(ModelKind):
@@ -177,7 +203,7 @@ class RecurrentModel(SequenceModelKind):
 
 @dataclass(frozen=True)
 class DualModel(ModelKind):
-    """A context tower and a label tower, compared (`sparsedp.models.DualEncoder`)."""
+    """A context tower and a label tower, compared (`sparsedp.models.DualEncoder` and `FeatureDualEncoder`)."""
 
     topic = "timelines"
 
@@ -185,12 +211,55 @@ class DualModel(ModelKind):
     dim: Count = 128
     hidden: list[Count] = field(default_factory=lambda: [128])
     tied: bool = False
+    context: Literal["bag", "transformer"] = "bag"
+    blocks: Count | None = None
+    heads: Count | None = None
+    features: list[Literal["items", "unigrams", "bigrams"]] = field(default_factory=lambda: ["items"])
+    buckets: Count | None = None
     freeze_tables: bool = False
+
+    @property
+    def title_features(self) -> list[str]:
+        return [name for name in self.features if name != "items"]
+
+    def __post_init__(self) -> None:
+        for key in ("blocks", "heads"):
+            if self.context == "bag" and getattr(self, key) is not None:
+                raise SchemaError(key, "is for model.context: transformer; for a bag leave it out")
+        if self.buckets is not None and not self.title_features:
+            raise SchemaError("buckets", "unigrams and bigrams are hashed to them, and features have neither")
+        if not self.features or len(set(self.features)) < len(self.features):
+            raise SchemaError("features", f"expected at least one feature, and none twice; got {self.features}")
+        if self.tied and "items" not in self.features:
+            raise SchemaError("tied", "the label's table is tied to the context's items, and features have none")
+        if self.context == "transformer" and self.dim % (self.heads or _HEADS):
+            raise SchemaError("heads", f"expected a divisor of model.dim, {self.dim}; got {self.heads or _HEADS}")
 
     def make(self, training: Any, code: Code) -> nn.Module:
         if not hasattr(training, "items"):
             raise ConfigError("model.kind: dual needs timelines; this data set has no attribute items")
-        return DualEncoder(training.items, dim=self.dim, hidden=self.hidden, tied=self.tied)
+        if self.context == "bag" and self.features == ["items"]:
+            return DualEncoder(training.items, dim=self.dim, hidden=self.hidden, tied=self.tied)
+        of_titles, buckets = self.title_features, self.buckets or _BUCKETS
+        words: Any = getattr(training, "words", None)
+        if of_titles and words is None:
+            raise ConfigError(
+                f"model.features: {', '.join(of_titles)} are of titles, and these data have none. Name a file: data.titles"
+            )
+        rows: dict[str, Tensor] = {name: torch.from_numpy(title_rows(words, name, buckets)) for name in of_titles}
+        return FeatureDualEncoder(
+            training.items,
+            rows,
+            buckets,
+            training.length,
+            dim=self.dim,
+            hidden=self.hidden,
+            tied=self.tied,
+            use_items="items" in self.features,
+            context=self.context,
+            blocks=self.blocks or 1,
+            heads=self.heads or _HEADS,
+        )
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,7 @@ class PrivacyConfig:
     allow_large_delta: bool = False
     ledger_key: str | None = None
     noise_multiplier: NotNegative | None = None
+    noise_on_mean: NotNegative | None = None
     clipping: Literal["flat", "automatic"] = "flat"
     mechanism: dict[str, Any] = field(default_factory=lambda: {"name": "dpsgd"})
     accountant: Annotated[str, OneOf(accountant_names)] = "pld"
@@ -160,11 +161,12 @@ class PrivacyConfig:
     def __post_init__(self) -> None:
         if self.unit == "example" and self.max_examples_per_user is not None:
             raise SchemaError("max_examples_per_user", "is for privacy.unit: user; with unit: example leave it out")
-        if (self.target_epsilon is None) == (self.noise_multiplier is None):
+        noise = [self.target_epsilon, self.noise_multiplier, self.noise_on_mean]
+        if noise.count(None) != 2:
             raise SchemaError(
                 "target_epsilon",
-                "give exactly one of target_epsilon and noise_multiplier (null takes the other one back); "
-                f"got {self.target_epsilon} and {self.noise_multiplier}",
+                "give exactly one of target_epsilon and noise_multiplier, or noise_on_mean in their place (null takes the "
+                f"others back); got {', '.join(map(str, noise[:-1]))} and {noise[-1]}",
             )
         if self.target_delta is not None:
             try:

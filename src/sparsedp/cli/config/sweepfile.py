@@ -58,7 +58,7 @@ class Sweep:
     seeded: bool = False
     over: dict[str, Any] = field(default_factory=dict)
     controls: Controls = Controls()
-    metric: Literal["auc", "log_loss", "ndcg@10", "hit@10", "loss"] | None = None
+    metric: Literal["auc", "log_loss", "ndcg@10", "hit@10", "loss", "precision@10", "recall@10"] | None = None
     losses: list[Positive] = field(default_factory=lambda: [0.001, 0.005, 0.01])
     margin: NotNegative = 0.01
 
@@ -245,6 +245,7 @@ def _built_in(name: str, values: dict[str, Any]) -> dict[str, Any]:
     return {
         "privacy.target_epsilon": None,
         "privacy.noise_multiplier": 0,
+        "privacy.noise_on_mean": None,
         "privacy.max_grad_norm": 1e9,  # never clips
         "privacy.clipping": "flat",
         "privacy.mechanism": {"name": "eana" if rows else "dpsgd"},

@@ -207,12 +207,17 @@ def _table(audited: _Audited) -> Table:
 
 
 def _cells(quartiles: Quartiles) -> tuple[str, str]:
-    return f"{quartiles.median:.1f}", f"{quartiles.low:.1f} to {quartiles.high:.1f}"
+    median, low, high = (_short(value) for value in (quartiles.median, quartiles.low, quartiles.high))
+    return median, f"{low} to {high}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.1f}" if abs(value) < 1000 else f"{value:.0e}"
 
 
 def _about_fit(result: SecretSharer) -> str:
     fit = result.fit
-    poor = " The fit is poor: what it says beyond the references is not to be relied on." if result.fits_poorly else ""
+    poor = " The fit is poor: what it says beyond the references means nothing." if result.fits_poorly else ""
     return (
         f"{result.references:,} references; the skew normal law is at most {fit.distance:.3f} away from their shares.{poor} "
         "p: how likely losses as small as these are if nothing was remembered."
