@@ -1,6 +1,7 @@
 """The result of `python -m benchmarks convex` as plots; needs matplotlib (the extra `plot`).
 
-convex_mean_rows.png, convex_mean_columns.png, convex_mean_sparsity.png, convex_mean_epsilon.png   errors, and the poster's rates
+convex_mean_rows.png, convex_mean_columns.png, convex_mean_sparsity.png, convex_mean_epsilon.png   errors and bounds of means
+convex_risk.png                                                                                  excess risks over n and d
 """
 
 from __future__ import annotations
@@ -9,37 +10,99 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
-from benchmarks.convex.measure import QUANTITIES, VARIANTS
+from benchmarks.convex.optimisation import SOLVERS
+from benchmarks.convex.problem import KINDS
+from benchmarks.convex.rates import QUANTITIES
 
-_COLORS = dict(zip(VARIANTS, ("#d55e00", "#0072b2", "#cc79a7", "#009e73"), strict=True))
+_NOISE, _PROJECTED = "#d55e00", "#0072b2"
+_REGIMES = {"with delta": ("gaussian", "projection"), "pure": ("laplace", "pure projection")}
+_TITLES = {"with delta": "Gaussian noise, delta = 1e-6", "pure": "Laplace noise, delta = 0"}
+_SOLVERS = dict(zip(SOLVERS, ("#d55e00", "#cc79a7", "#0072b2"), strict=True))
 
 
 def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     """Writes what there is something to show for; returns the files' names."""
-    written = []
-    for quantity in dict.fromkeys(row["quantity"] for row in result.get("rates", [])):
-        rates_plot(result, quantity).savefig(folder / f"convex_mean_{quantity}.png", dpi=130, bbox_inches="tight")
-        written.append(f"convex_mean_{quantity}.png")
-    return written
+    figures = {
+        f"convex_mean_{quantity}.png": rates_plot(result, quantity)
+        for quantity in dict.fromkeys(row["quantity"] for row in result.get("rates", []))
+    }
+    if result.get("optimisation"):
+        figures["convex_risk.png"] = risk_plot(result)
+    for name, figure in figures.items():
+        figure.savefig(folder / name, dpi=110, bbox_inches="tight")
+    return list(figures)
 
 
 def rates_plot(result: Mapping[str, Any], quantity: str) -> Figure:
-    """Errors of the variants, and dashed the poster's rates, each scaled by one constant to the errors that they bound."""
-    figure = Figure(figsize=(5.5, 4.4), layout="constrained")
-    panel = figure.subplots()
-    for variant, color in _COLORS.items():
-        rows = [row for row in result["rates"] if row["quantity"] == quantity and row["variant"] == variant]
-        at, errors = [row["value"] for row in rows], [row["error"] for row in rows]
-        panel.loglog(at, errors, marker="o", color=color, label=variant)
-        name = "sparse_rate" if "projection" in variant else "dense_rate"
-        rates = [row[name] for row in rows]
-        constant = max(error / rate for error, rate in zip(errors, rates))
-        panel.loglog(at, [constant * rate for rate in rates], "--", linewidth=0.8, color=color)
-    panel.axhline(1.0, color="0.6", linewidth=0.8)
-    panel.set_title("Error of a private mean of rows of norm 1", fontsize=9)
-    panel.set_xlabel(QUANTITIES[quantity], fontsize=8)
-    panel.set_ylabel("l2 error, root mean square", fontsize=8)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=7, title="dashed: the paper's rates", title_fontsize=7)
+    """Measured errors on each kind of rows, our upper bounds, the poster's lower bound, and where the sparse regime begins."""
+    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    panels = figure.subplots(len(_REGIMES), len(KINDS), sharex=True, sharey=True)
+    for line, (regime, (alone, projected)) in zip(panels, _REGIMES.items()):
+        for panel, (kind, kind_title) in zip(line, KINDS.items()):
+            for variant, color, name in (
+                (alone, _NOISE, "noise alone"),
+                (projected, _PROJECTED, "noise and projection"),
+            ):
+                rows = [
+                    row
+                    for row in result["rates"]
+                    if (row["quantity"], row["variant"], row["kind"]) == (quantity, variant, kind)
+                ]
+                at = [row["value"] for row in rows]
+                panel.loglog(at, [row["error"] for row in rows], "o-", color=color, markersize=4, label=name)
+                upper = [row["upper"] for row in rows]
+                panel.loglog(at, upper, ":", color=color, linewidth=1.2, label=f"upper bound of {name}")
+            lower = [row["lower_rate"] for row in rows]
+            panel.loglog(
+                at,
+                lower,
+                "--",
+                color="0.35",
+                linewidth=1,
+                label="the paper's lower bound (its constant is open: 1 here)",
+            )
+            crossing = result["crossings"][quantity][regime]
+            if crossing is not None and min(at) / 2 < crossing < max(at) * 2:
+                panel.axvline(crossing, color="0.6", linewidth=0.8, label="where the bounds of both regimes cross")
+            panel.set_title(f"{_TITLES[regime]}:\n{kind_title}", fontsize=8)
+    _label(figure, panels, QUANTITIES[quantity], "l2 error, root mean square")
     return figure
+
+
+def risk_plot(result: Mapping[str, Any]) -> Figure:
+    """Excess risks of logistic regression over n and over d, the loss of zero, and the poster's rates."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    quantities = list(dict.fromkeys(row["quantity"] for row in result["optimisation"]))
+    panels = figure.subplots(1, len(quantities), sharey=True, squeeze=False)
+    for panel, quantity in zip(panels[0], quantities):
+        for name, color in _SOLVERS.items():
+            rows = [row for row in result["optimisation"] if (row["quantity"], row["method"]) == (quantity, name)]
+            at = [row["value"] for row in rows]
+            panel.loglog(at, [row["excess"] for row in rows], "o-", color=color, markersize=4, label=name)
+        panel.loglog(at, [row["zero"] for row in rows], "-", color="0.6", linewidth=1, label="the model zero")
+        for rate, style, name in (("sparse_rate", "--", "sparse"), ("dense_rate", ":", "dense")):
+            label = f"the paper's {name} rate (its constant is open: 1 here)"
+            panel.loglog(at, [row[rate] for row in rows], style, color="0.35", linewidth=1, label=label)
+        panel.set_xticks(at, labels=[f"{value:,}" for value in at])
+        panel.set_xticks([], minor=True)
+        panel.set_xlabel(QUANTITIES[quantity], fontsize=8)
+    _label(figure, panels, None, "excess risk")
+    return figure
+
+
+def _label(figure: Figure, panels: Any, below: str | None, left: str) -> None:
+    """Names of the axes, and one legend for all panels."""
+    labels: dict[str, Any] = {}
+    for panel in panels.ravel():
+        assert isinstance(panel, Axes)
+        panel.tick_params(which="both", labelsize=7)
+        labels |= dict(zip(*reversed(panel.get_legend_handles_labels())))
+    for line in panels:
+        line[0].set_ylabel(left, fontsize=8)
+    if below is not None:
+        for panel in panels[-1]:
+            panel.set_xlabel(below, fontsize=8)
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=3, fontsize=8)

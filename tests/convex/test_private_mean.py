@@ -14,7 +14,8 @@ from scipy import stats
 from sparsedp import ConfigError, DataError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.accounting import epsilon_of
 from sparsedp.convex import L1Ball, PrivateMean, mean, private_mean, project
-from sparsedp.convex.choice import Sizes, choose, error_bounds, recovery_bound
+from sparsedp.convex.choice import Sizes, choose, choose_measuring, error_bounds
+from sparsedp.convex.recovery import measurements_for
 from sparsedp.convex.release import gaussian_multiplier
 from sparsedp.grid import grid_of
 
@@ -176,7 +177,8 @@ def test_measurements_have_noise_of_the_calibrated_scale(
 
     monkeypatch.setattr(mean, "least_l1", recorded)
     X = sp.csr_array((50, 30_000))
-    ask(X, "l1_recovery", measurements=600, calibration=calibration, neighbours=neighbours, rows=50)
+    asked = {"measurements": 600, "calibration": calibration, "neighbours": neighbours, "rows": 50}
+    ask(X, "l1_recovery", measurement_clip=None if calibration == "paper" else 1.5, **asked)
     multiplier = gaussian_multiplier(1.0, 1e-6, calibration, halved=True)
     moved = (2 if neighbours == "replace_one" else 1) * 1.5
     assert accepts_only_its_scale(targets[0] * 50, stats.norm, multiplier * moved)
@@ -301,7 +303,8 @@ def test_a_planted_sparse_mean_is_recovered() -> None:
     assert answer.recovery is not None and answer.recovery.finished and not answer.recovery.cut
     assert np.linalg.norm(answer.mean - planted) < 0.05
     assert set(np.argsort(-np.abs(answer.mean))[:3]) == {5, 77, 1234}
-    assert answer.error_bound is None
+    assert answer.error_bound == pytest.approx(min(3.0, answer.bounds.get("l1_recovery", 3.0)))
+    assert np.linalg.norm(answer.mean - planted) < answer.error_bound
 
 
 def test_a_recovery_longer_than_twice_the_bound_is_cut() -> None:
@@ -318,9 +321,9 @@ def test_recovery_is_noise_alone_where_there_is_nothing_to_recover() -> None:
 
 def test_an_unfinished_solve_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     solve = mean.least_l1
-    monkeypatch.setattr(mean, "least_l1", lambda *of, **how: solve(*of, **how, iterations=2))
+    monkeypatch.setattr(mean, "least_l1", lambda *of, **how: solve(*of, **how, rounds=1))
     with pytest.warns(SparseDPWarning, match="costs accuracy, not privacy"):
-        answer = ask(sparse_rows(), "l1_recovery", solver="admm")
+        answer = ask(sparse_rows(d=4000), "l1_recovery", measurements=40, solver="columns")
     assert answer.recovery is not None and not answer.recovery.finished and answer.statement.epsilon <= 1
 
 
@@ -366,18 +369,41 @@ def project_l1(point: np.ndarray, radius: float) -> np.ndarray:
     return project(point, L1Ball(radius), norm="l2")
 
 
-def test_the_known_bound_of_recovery_is_never_the_smallest() -> None:
-    """What the page says of it, with the constant that it names."""
+def test_the_bound_of_recovery_is_never_the_smallest() -> None:
+    """What "auto" rests on, and what the page says."""
     ratios = []
     for epsilon, delta in ((0.1, 1e-6), (1.0, 1e-6), (1.0, 1e-12), (10.0, 1e-4)):
-        for rows in (1, 10, 1000, 10**5, 10**7):
-            for columns in (10, 10**3, 10**5, 10**7):
-                for sparsity in (1.0, 3.0, 10.0, 900.0):
+        for rows in (1, 1000, 10**6):
+            for columns in (10, 10**3, 10**6, 10**12):
+                for sparsity in (1.0, 10.0, 900.0):
                     of = Sizes(rows, columns, 1.0, min(sparsity, columns), epsilon, delta)
                     scale = 2 * gaussian_multiplier(epsilon, delta) / rows
-                    ratios.append(recovery_bound(of) / choose(of, {"gaussian": scale}, "projection").bound)
-    ratios = [ratio for ratio in ratios if not math.isnan(ratio)]
-    assert len(ratios) > 50 and min(ratios) > 4
+                    measuring = choose_measuring(of, scale, None, None, printed=False)
+                    if not measuring.noise_alone:
+                        ratios.append(measuring.bound / choose(of, {"gaussian": scale}, "projection").bound)
+    assert len(ratios) > 30 and 2.5 < min(ratios) < 3.5
+
+
+def test_auto_says_what_recovery_would_promise() -> None:
+    answer = ask(sparse_rows(n=200, d=5000, s=2), "auto", sparsity=2, rows=200)
+    assert answer.bounds["l1_recovery"] > answer.bounds["projection with gaussian noise"]
+    assert f"l1_recovery {answer.bounds['l1_recovery']:.3g}" in answer.reason
+    recovered = ask(sparse_rows(n=200, d=5000, s=2), "l1_recovery", sparsity=2, rows=200, measurements=None)
+    assert recovered.bounds == answer.bounds and recovered.error_bound == min(3.0, answer.bounds["l1_recovery"])
+    assert "l1_recovery" not in ask(sparse_rows(), "auto", delta=0).bounds
+
+
+def test_printed_constants_of_recovery() -> None:
+    """m and the clip by the paper, where its calibration was asked for."""
+    rows = sparse_rows(n=100, d=5000, s=4)
+    printed = ask(rows, "l1_recovery", rows=100, measurements=None, calibration="paper")
+    assert printed.recovery is not None and printed.recovery.measurements == math.ceil(
+        measurements_for(100, 5000, 4, 1.0, 1e-6)
+    )
+    assert printed.statement.settings["measurement_clip"] == 1.5
+    ours = ask(rows, "l1_recovery", rows=100, measurements=None)
+    assert ours.recovery is not None and ours.statement.settings["measurement_clip"] < 1.5
+    assert ours.error_bound <= printed.error_bound
 
 
 # ---------------------------------------------------------------------- edges
@@ -441,7 +467,7 @@ def test_no_rows(method: str) -> None:
         {"rows": 0},
         {"rows": 2.5},
         {"measurements": 5},  # of another method
-        {"solver": "admm"},
+        {"solver": "columns"},
         {"method": "l1_recovery", "delta": 0},
         {"method": "l1_recovery", "measurements": 0},
         {"method": "l1_recovery", "solver": "simplex"},

@@ -14,6 +14,7 @@ from sparsedp.convex.module_gradients import ModuleGradients
 from sparsedp.convex.output import PrivateMinimiser, output_perturbation
 from sparsedp.convex.projections import project
 from sparsedp.convex.statement import ReleaseStatement
+from sparsedp.convex.truncation import Truncation, truncated_share, weigh_truncation
 
 if TYPE_CHECKING:
     from sparsedp.convex.estimators import LinearSVC, LogisticRegression, Ridge
@@ -39,6 +40,7 @@ __all__ = [
     "Ridge",
     "SmoothedHinge",
     "Squared",
+    "Truncation",
     "WholeSpace",
     "boost",
     "function_gradients",
@@ -46,6 +48,8 @@ __all__ = [
     "output_perturbation",
     "private_mean",
     "project",
+    "truncated_share",
+    "weigh_truncation",
 ]
 
 

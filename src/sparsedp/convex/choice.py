@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from sparsedp.convex.recovery import measurements_for, needs_no_recovery
+from sparsedp.convex.recovery_bound import RecoveryBound
 
 Noise = Literal["gaussian", "laplace"]
+PRINTED_CLIP = 1.5
 
 
 @dataclass(frozen=True)
@@ -48,25 +50,45 @@ def error_bounds(sizes: Sizes, noise: Noise, scale: float) -> tuple[float, float
     return alone, min(alone, math.sqrt(2 * sizes.bound * math.sqrt(sizes.sparsity) * largest))
 
 
-def recovery_bound(sizes: Sizes) -> float:
-    """What a bound for l1 recovery by the M* bound is at least. The paper leaves its constants open.
+@dataclass(frozen=True)
+class Measuring:
+    """How l1 recovery measures, and its error bound."""
 
-    The error beyond the noise lies in A's kernel and its l1 norm is bounded by 2 L sqrt(s) at least; an M* bound makes that an
-    l2 norm of sqrt(8 pi / m) E|g|_inf times it. Sharper constants than sqrt(8 pi) may exist: this is not the last word.
+    measurements: int  # m
+    clip: float  # of |A z|, over L
+    bound: float  # on the root mean square of the error's l2 norm, over the noise and the matrix; infinite where m is too small
+    noise_alone: bool  # there is nothing to recover
+
+
+def choose_measuring(
+    sizes: Sizes, scale: float, measurements: int | None, clip: float | None, *, printed: bool
+) -> Measuring:
+    """m and the clip with the smallest bound, where they are not given; or as they are printed.
+
+    `scale` is the deviation of the noise for a clip of 1. The paper leaves a constant of m open, which is 1 here where it is
+    printed, and has the clip of 1.5 as a property of A.
     """
-    m = measurements_for(sizes.rows, sizes.columns, sizes.sparsity, sizes.epsilon, sizes.delta)
-    if needs_no_recovery(max(1, math.ceil(m)), sizes.columns):
-        return math.nan  # it is noise alone
-    largest = math.sqrt(2 * math.log(2 * sizes.columns))
-    return math.sqrt(8 * math.pi / m) * largest * 2 * sizes.bound * math.sqrt(sizes.sparsity)
+    bound = RecoveryBound(sizes.columns, sizes.bound, sizes.bound * math.sqrt(sizes.sparsity), scale)
+    m = max(1, math.ceil(measurements_for(sizes.rows, sizes.columns, sizes.sparsity, sizes.epsilon, sizes.delta)))
+    best = None if printed else bound.best(measurements, clip)
+    m, clip = best or (measurements or m, clip or PRINTED_CLIP)
+    if needs_no_recovery(m, sizes.columns):
+        return Measuring(m, clip, error_bounds(sizes, "gaussian", scale)[0], True)
+    return Measuring(m, clip, bound.at(m, clip), False)
 
 
-def choose(sizes: Sizes, scales: Mapping[Noise, float], method: str) -> Choice:
-    """The method asked for, or for "auto" the one with the smallest bound. `scales` are the noises that the budget allows."""
+def choose(sizes: Sizes, scales: Mapping[Noise, float], method: str, recovery: float = math.inf) -> Choice:
+    """The method asked for, or for "auto" the one with the smallest bound. `scales` are the noises that the budget allows.
+
+    `recovery` is l1 recovery's bound. It is compared, but "auto" does not take it: it is above the projection's at all sizes
+    (a test goes over them), and it needs the rows twice.
+    """
     bounds: dict[tuple[str, Noise], float] = {}
     for noise, scale in scales.items():
         bounds[noise, noise], bounds["projection", noise] = error_bounds(sizes, noise, scale)
     named = {f"{one} with {noise} noise" if one == "projection" else one: at for (one, noise), at in bounds.items()}
+    if recovery < math.inf:
+        named["l1_recovery"] = recovery
     if method != "auto":
         noise = "laplace" if method == "laplace" or "gaussian" not in scales else "gaussian"
         return Choice(method, noise, bounds[method, noise], named, "as asked")
@@ -74,8 +96,6 @@ def choose(sizes: Sizes, scales: Mapping[Noise, float], method: str) -> Choice:
     chosen, noise = min(bounds, key=lambda key: (bounds[key], key[0] != "projection"))
     compared = ", ".join(f"{name} {at:.3g}" for name, at in named.items())
     reason = f"nothing has a smaller bound on the root mean square error: {compared}"
-    if sizes.delta > 0 and not math.isnan(lowest := recovery_bound(sizes)):
-        reason += f"; l1_recovery's is above {lowest:.3g} by the M* bound"
     if bounds[chosen, noise] >= sizes.bound:
         reason += f". The mean's own norm is at most {sizes.bound:.3g}: zero has as small a bound"
     return Choice(chosen, noise, bounds[chosen, noise], named, reason)

@@ -16,10 +16,11 @@ import scipy.sparse
 
 from sparsedp.accounting import Ledger, split_multiplier
 from sparsedp.accounting.events import require_count, require_number
-from sparsedp.convex.choice import Noise, Sizes, choose
+from sparsedp.convex.choice import Measuring, Noise, Sizes, choose, choose_measuring
 from sparsedp.convex.feasible import L1Ball
+from sparsedp.convex.least_l1 import least_l1
 from sparsedp.convex.projections import project
-from sparsedp.convex.recovery import GaussianMatrix, least_l1, measurements_for, needs_no_recovery
+from sparsedp.convex.recovery import GaussianMatrix
 from sparsedp.convex.release import (
     Calibration,
     FixedPoint,
@@ -36,7 +37,7 @@ from sparsedp.noise import RandomKey
 from sparsedp.plan import require_delta
 
 Method = Literal["gaussian", "laplace", "projection", "l1_recovery", "auto"]
-Solver = Literal["highs", "admm"]
+Solver = Literal["highs", "columns"]
 _MATRIX, _NOISE = 1, 2  # where the public matrix and the secret noise branch off the key
 _COUNT_RATIO = 4.0  # the number of rows has this many times the noise of the sum, over their sensitivities
 _COUNT_SHARE = 1 / 16  # of a pure budget, that the number of rows takes
@@ -66,9 +67,9 @@ class PrivateMean:
     noise: Noise
     reason: str  # why this method
     rows: int  # that the sum was divided by: a public number, or the number of rows with noise
-    # On the root mean square of |mean - mean of the clipped rows|_2, over the noise; None: its constant is not known.
-    error_bound: float | None
-    bounds: dict[str, float]  # the same for each of the methods that "auto" chooses from
+    # On the root mean square of |mean - mean of the clipped rows|_2, over the noise, and over the matrix of a finished recovery.
+    error_bound: float
+    bounds: dict[str, float]  # the same for each of the methods that "auto" compares, where there is one
     clipped_rows: int = field(repr=False)  # private: counted without noise
     ledger: Ledger = field(repr=False)  # what was released, as privacy events, to be composed with what else there is
     recovery: Recovery | None = None
@@ -86,7 +87,7 @@ def private_mean(
     rows: int | None = None,
     calibration: Calibration = "analytic",
     measurements: int | None = None,
-    measurement_clip: float = 1.5,
+    measurement_clip: float | None = None,
     solver: Solver | None = None,
     seed: int | None = None,
     noise_multiplier: float | None = None,
@@ -102,7 +103,8 @@ def private_mean(
     rows: with "add_remove", the number that the sum is divided by, where that is public. By default it is the number of rows,
         released with noise for a part of the budget.
     calibration: "analytic", or "paper" for the printed constants, for epsilon <= 1 and a public number of rows.
-    measurements, measurement_clip, solver: of "l1_recovery": m; the bound on |A z| over L; "highs" or "admm".
+    measurements, measurement_clip, solver: of "l1_recovery": m, and the bound on |A z| over L (by default those with the smallest
+        error bound); "highs" or "columns".
     seed, noise_multiplier: for tests alone. Noise from a seed is known; noise_multiplier=0, with a seed, is none. The statement
         says that such a mean is not private.
     """
@@ -118,10 +120,10 @@ def private_mean(
     releases = Releases(key.child(_NOISE), noiseless=noise_multiplier is not None)
     budget = _budget(asked, data.rows, releases)
     sizes = Sizes(budget.divisor, data.columns, asked.bound, data.sparsity, asked.epsilon, asked.delta)
-    m = asked.measurements_for(sizes)
-    if method == "l1_recovery" and not needs_no_recovery(m, data.columns):
-        return _by_recovery(asked, data, budget, sizes, releases, GaussianMatrix(key.child(_MATRIX), m, data.columns))
-    return _by_noise(asked, data, budget, sizes, releases, m)
+    measuring = _measuring(asked, budget, sizes)
+    if method == "l1_recovery" and measuring is not None and not measuring.noise_alone:
+        return _by_recovery(asked, data, budget, sizes, releases, measuring, key.child(_MATRIX))
+    return _by_noise(asked, data, budget, sizes, releases, measuring)
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,7 @@ class _Asked:
     rows: int | None
     calibration: Calibration
     measurements: int | None
-    measurement_clip: float
+    measurement_clip: float | None
     solver: Solver | None
 
     def __post_init__(self) -> None:
@@ -149,7 +151,8 @@ class _Asked:
         require_number("delta", self.delta, low=0.0, high=1.0, high_open=True)
         require_number("bound", self.bound, low=1e-100, high=1e100)
         require_number("sparsity", self.sparsity, low=1.0)
-        require_number("measurement_clip", self.measurement_clip, low=1e-3, high=1e3)
+        if self.measurement_clip is not None:
+            require_number("measurement_clip", self.measurement_clip, low=1e-3, high=1e3)
         for name in ("rows", "measurements"):
             if getattr(self, name) is not None:
                 require_count(name, getattr(self, name), low=1)
@@ -166,15 +169,6 @@ class _Asked:
     def moved(self) -> int:
         """How many rows' worth a sum can move between neighbours."""
         return units_moved(self.neighbours)
-
-    def measurements_for(self, sizes: Sizes) -> int:
-        """m of l1 recovery; 0 for other methods."""
-        if self.method != "l1_recovery":
-            return 0
-        if self.measurements is not None:
-            return self.measurements
-        m = measurements_for(sizes.rows, sizes.columns, sizes.sparsity, sizes.epsilon, sizes.delta)
-        return max(1, math.ceil(m))
 
 
 @dataclass(frozen=True)
@@ -227,6 +221,12 @@ class _Budget:
             scales["laplace"] = moved * math.sqrt(sparsity) / self.epsilon
         return scales
 
+    def measured_multiplier(self, asked: _Asked) -> float | None:
+        """The multiplier of Gaussian noise on measurements: the paper prints another one for them."""
+        if self.multiplier is not None and asked.calibration == "paper":
+            return gaussian_multiplier(asked.epsilon, asked.delta, "paper", halved=True)
+        return self.multiplier
+
 
 def _budget(asked: _Asked, rows: int, releases: Releases) -> _Budget:
     """Settles the divisor, by a release if the number of rows is private, and what is left of the budget after it.
@@ -257,13 +257,28 @@ def _budget(asked: _Asked, rows: int, releases: Releases) -> _Budget:
     return _Budget(max(1, round(float(noisy))), False, for_sum, None)
 
 
-def _by_noise(asked: _Asked, data: _Data, budget: _Budget, sizes: Sizes, releases: Releases, m: int) -> PrivateMean:
+def _measuring(asked: _Asked, budget: _Budget, sizes: Sizes) -> Measuring | None:
+    """How l1 recovery would measure, with the noise that it would have; None: the budget has no Gaussian noise."""
+    multiplier = budget.measured_multiplier(asked)
+    if multiplier is None:
+        return None
+    scale = multiplier * asked.moved * asked.bound / budget.divisor
+    printed = asked.calibration == "paper"
+    return choose_measuring(sizes, scale, asked.measurements, asked.measurement_clip, printed=printed)
+
+
+def _by_noise(
+    asked: _Asked, data: _Data, budget: _Budget, sizes: Sizes, releases: Releases, measuring: Measuring | None
+) -> PrivateMean:
     """Noise on the sum, and the projection if that is the method."""
+    recovery = math.inf if measuring is None else measuring.bound
     # Where l1 recovery has nothing to recover, it is Gaussian noise alone (algorithm 2's other branch).
-    choice = choose(sizes, budget.scales(asked, data.sparsity), "gaussian" if m else asked.method)
-    if m:
-        why = f"for m = {m}, d = {data.columns} is below m ln^2 m or not above m: Gaussian noise alone is as good as recovery"
-        choice = replace(choice, method="l1_recovery", reason=why)
+    method = "gaussian" if asked.method == "l1_recovery" else asked.method
+    choice = choose(sizes, budget.scales(asked, data.sparsity), method, recovery)
+    if asked.method == "l1_recovery":
+        assert measuring is not None  # delta is above 0
+        why = f"for m = {measuring.measurements}, d = {data.columns} is below m ln^2 m or not above m: Gaussian noise alone is "
+        choice = replace(choice, method="l1_recovery", reason=why + "as good as recovery")
     moved = asked.moved * asked.bound
     if choice.noise == "gaussian":
         assert budget.multiplier is not None  # otherwise there is no such scale to choose
@@ -279,7 +294,7 @@ def _by_noise(asked: _Asked, data: _Data, budget: _Budget, sizes: Sizes, release
         mean = project(mean, L1Ball(asked.bound * math.sqrt(data.sparsity)), norm="l2")
     return PrivateMean(
         mean=mean,
-        statement=_statement(asked, data, budget, releases, choice.method, noise, None),
+        statement=_statement(asked, data, budget, releases, choice.method, noise),
         method=choice.method,
         noise=choice.noise,
         reason=choice.reason,
@@ -292,13 +307,19 @@ def _by_noise(asked: _Asked, data: _Data, budget: _Budget, sizes: Sizes, release
 
 
 def _by_recovery(
-    asked: _Asked, data: _Data, budget: _Budget, sizes: Sizes, releases: Releases, matrix: GaussianMatrix
+    asked: _Asked,
+    data: _Data,
+    budget: _Budget,
+    sizes: Sizes,
+    releases: Releases,
+    measuring: Measuring,
+    key: RandomKey,
 ) -> PrivateMean:
     """Noise on the sum of A z, and the vector of least l1 norm with these measurements."""
-    multiplier, clip, m = budget.multiplier, asked.measurement_clip * asked.bound, matrix.shape[0]
-    if asked.calibration == "paper":
-        multiplier = gaussian_multiplier(asked.epsilon, asked.delta, "paper", halved=True)
+    multiplier = budget.measured_multiplier(asked)
     assert multiplier is not None  # delta is above 0
+    m, clip = measuring.measurements, measuring.clip * asked.bound
+    matrix = GaussianMatrix(key, m, data.columns)
     total = ExactSum(m, RowBounds(clip, clip).step)
     clipped = matrix.clipped_sum(data.chunks, clip, total)
     noisy = releases.gaussian(total.sum, asked.moved * clip, multiplier)
@@ -314,13 +335,13 @@ def _by_recovery(
     noise = f"Gaussian on {m} measurements, its deviation {multiplier:.4g} times their l2 sensitivity, {asked.moved * clip:.4g}"
     return PrivateMean(
         mean=np.zeros(data.columns) if cut else solved.point,
-        statement=_statement(asked, data, budget, releases, "l1_recovery", noise, m),
+        statement=_statement(asked, data, budget, releases, "l1_recovery", noise, measuring),
         method="l1_recovery",
         noise="gaussian",
         reason="as asked",
         rows=budget.divisor,
-        error_bound=None,
-        bounds=choose(sizes, budget.scales(asked, data.sparsity), "projection").bounds,
+        error_bound=min(measuring.bound, 3 * asked.bound),  # no error is larger, because of the cut
+        bounds=choose(sizes, budget.scales(asked, data.sparsity), "projection", measuring.bound).bounds,
         clipped_rows=data.clipped,
         ledger=releases.ledger,
         recovery=Recovery(m, solved.solver, solved.iterations, solved.gap, solved.finished, cut, clipped),
@@ -328,7 +349,13 @@ def _by_recovery(
 
 
 def _statement(
-    asked: _Asked, data: _Data, budget: _Budget, releases: Releases, method: str, noise: str, m: int | None
+    asked: _Asked,
+    data: _Data,
+    budget: _Budget,
+    releases: Releases,
+    method: str,
+    noise: str,
+    measuring: Measuring | None = None,
 ) -> ReleaseStatement:
     assumptions = ["Each unit has one row, and the number of columns is public."]
     released = "the mean"
@@ -338,7 +365,7 @@ def _statement(
         assumptions.append(f"The number of rows, {budget.divisor}, is public.")
     else:
         assumptions.append(f"The number that the sum is divided by, {budget.divisor}, is public, as was declared.")
-    if m is not None:
+    if measuring is not None:
         assumptions.append("The matrix of the measurements may be public: it was drawn before the data were looked at.")
     return make_statement(
         releases,
@@ -350,8 +377,8 @@ def _statement(
             "bound": float(asked.bound),
             "sparsity": data.sparsity,
             "calibration": asked.calibration,
-            "measurements": m,
-            "measurement_clip": asked.measurement_clip if m is not None else None,
+            "measurements": None if measuring is None else measuring.measurements,
+            "measurement_clip": None if measuring is None else measuring.clip,
         },
         released=released,
         noise=noise,

@@ -39,11 +39,6 @@ def project(point: np.ndarray, feasible_set: FeasibleSet, *, norm: Norm) -> np.n
     return _shrink_to_size(point, _largest_in_l2_ball(np.abs(point), feasible_set.radius))
 
 
-def shrink(point: np.ndarray, amount: float) -> np.ndarray:
-    """Every coordinate moved towards zero by `amount`, and no further than zero (soft thresholding)."""
-    return np.copysign(np.maximum(np.abs(point) - amount, 0.0), point)
-
-
 def _shrink_to_size(point: np.ndarray, size: float | None) -> np.ndarray:
     """`point`, shrunk by what makes its largest coordinate `size`; None: as it is."""
     if size is None:

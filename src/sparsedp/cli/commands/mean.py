@@ -116,8 +116,7 @@ def _released(answer: PrivateMean, to: Path | None) -> dict[str, Any]:
 def _show(answer: PrivateMean, to: Path | None) -> None:
     print(f"method       {answer.method}, {answer.noise} noise: {answer.reason}")
     print(f"mean         of {answer.rows} rows, {len(answer.mean)} columns, l2 norm {np.linalg.norm(answer.mean):.6g}")
-    if answer.error_bound is not None:
-        print(f"error        at most {answer.error_bound:.4g} (root mean square of its l2 norm, over the noise)")
+    print(f"error        at most {answer.error_bound:.4g} (root mean square of its l2 norm, over the noise)")
     if answer.recovery is not None:
         r = answer.recovery
         ended = "finished" if r.finished else "NOT finished"
