@@ -120,7 +120,7 @@ def _clopper_pearson(inside: np.ndarray, outside: np.ndarray, delta: float, sign
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(least > delta, np.log((least - delta) / most), -np.inf)
 
-    return max(0.0, _on_other_scores(inside, outside, significance, 0.5, bound))
+    return max(0.0, _on_other_half(inside, outside, significance, bound))
 
 
 def _clopper_pearson_gdp(inside: np.ndarray, outside: np.ndarray, delta: float, significance: float) -> float:
@@ -130,30 +130,32 @@ def _clopper_pearson_gdp(inside: np.ndarray, outside: np.ndarray, delta: float, 
     machine learning"); the bound is the epsilon of that mu at `delta`.
     """
     require_delta_of_gaussian(delta)
-    # mu hardly depends on the threshold: few scores are enough to choose it, at whatever significance.
-    mu = _on_other_scores(inside, outside, significance, 0.2, lambda least, most: ndtri(least) - ndtri(most), 0.05)
-    return gaussian_epsilon(mu, delta)
+    # mu is the same at every threshold, and known best in the middle: a few scores say where that is.
+    (first_in, second_in), (first_out, second_out) = _parts(inside, 0.1), _parts(outside, 0.1)
+    if not len(first_in) or not len(first_out):
+        return 0.0
+    middle = np.median(np.concatenate([first_in, first_out]), keepdims=True)
+    least, most = _probabilities(second_in, second_out, middle, True, significance / 2)
+    return gaussian_epsilon(float((ndtri(least) - ndtri(most))[0]), delta)
 
 
-def _on_other_scores(
-    inside: np.ndarray, outside: np.ndarray, significance: float, share: float,
-    bound: Callable[[np.ndarray, np.ndarray], np.ndarray], chosen_at: float | None = None,
+def _on_other_half(
+    inside: np.ndarray, outside: np.ndarray, significance: float,
+    bound: Callable[[np.ndarray, np.ndarray], np.ndarray],
 ) -> float:  # fmt: skip
-    """The bound, on the other scores, of the threshold whose `bound` is largest on a share of them.
-
-    It is chosen at the significance `chosen_at`; None: the same.
+    """The threshold whose `bound` is largest on one half of the scores, and its bound on the other half.
 
     `bound(least, most)` takes a lower bound of the probability of an event on one side, in or out, and an upper bound of its
     probability on the other.
     """
-    (first_in, second_in), (first_out, second_out) = _parts(inside, share), _parts(outside, share)
+    (first_in, second_in), (first_out, second_out) = _parts(inside, 0.5), _parts(outside, 0.5)
     if not len(first_in) or not len(first_out):
         return -np.inf
     first = np.concatenate([first_in, first_out])
     thresholds = np.unique(np.quantile(first, _LEVELS, method="nearest"))
     choices = []
     for is_above in (True, False):
-        chosen_by = bound(*_probabilities(first_in, first_out, thresholds, is_above, (chosen_at or significance) / 2))
+        chosen_by = bound(*_probabilities(first_in, first_out, thresholds, is_above, significance / 2))
         best = int(np.argmax(chosen_by))
         choices.append((float(chosen_by[best]), thresholds[best : best + 1], is_above))
     _, threshold, is_above = max(choices, key=lambda choice: choice[0])
