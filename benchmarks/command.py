@@ -12,6 +12,7 @@ from rich.console import Console
 from benchmarks.audit import bound
 from benchmarks.compare import options as compare
 from benchmarks.convex import options as convex
+from benchmarks.floating import options as floating
 from benchmarks.secret_sharer import options as secret_sharer
 from benchmarks.speed import all_parts
 from benchmarks.speed.console import prepare_output
@@ -44,6 +45,11 @@ def make_parser() -> argparse.ArgumentParser:
     bound.add_arguments(bounds)
     bounds.set_defaults(run=bound.run)
     means.set_defaults(run=convex.run)
+    lattice = commands.add_parser(
+        "floating", help="attacks on floating-point noise: can bit patterns tell rows with a gradient from others?"
+    )
+    floating.add_arguments(lattice)
+    lattice.set_defaults(run=floating.run)
     exposure = commands.add_parser(
         "secret-sharer", help="what models remember of canaries, by mechanism and noise, beside their precision"
     )

@@ -457,3 +457,45 @@ def test_rows_that_were_read_before_the_learning_rate_fell(momentum: float, rate
     last = np.isin(np.arange(ROWS), read[-1].numpy())
     waiting = ~np.isin(np.arange(ROWS), torch.cat(read).numpy())  # since the first step
     assert abs(distance[last].mean() - distance[waiting].mean()) < 0.02
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_large_weights_do_not_tell_what_rounding_made_of_a_unit(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others' sum leaves lr S just below half of w's last place; a unit of C / 200 carries 4,096 coordinates over it.
+
+    Rounded before there is noise, they would move by a whole place each: sixteen deviations of the noise, which is four places.
+    With gradient and noise `apart`, as small weights have them, they do.
+    """
+    last_place, rate, sigma = 2.0**-23, 1e-5, 0.095  # of weights of 1.5
+    others, unit = 0.499 * last_place * 64 * 2 / rate, 0.005
+
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(64, 64)
+            nn.init.constant_(self.table.weight, 1.5)
+
+        def forward(self, ids: Tensor, size: Tensor) -> Tensor:
+            return self.table(ids).sum((1, 2)) / 64 * size
+
+    if apart:
+        monkeypatch.setattr(
+            "sparsedp.tables.lazy.loops.rows_beyond",
+            lambda table, rows, limit: torch.zeros(len(rows), dtype=torch.bool),
+        )
+    means = []
+    for seed, size in enumerate((0.0, unit)):
+        module: Any = Scores()
+        module, optimizer, loader = sparsedp.PrivacyEngine(seed=seed).make_private(
+            module=module, optimizer=torch.optim.SGD(module.parameters(), lr=rate),
+            data_loader=loader_of(torch.arange(64).repeat(2, 1), torch.tensor([others, size]), batch_size=2),
+            noise_multiplier=sigma, max_grad_norm=1.0, mechanism=sparsedp.LazyDP(),
+        )  # fmt: skip
+        for ids, sizes in loader:
+            optimizer.zero_grad()
+            module(ids, sizes).mean().backward()
+            optimizer.step()
+        assert (optimizer.owner.pending()["table.weight"] == 0) != apart
+        means.append(float(torch.Tensor(module.state_dict()["table.weight"]).double().mean()))
+    deviations = abs(means[0] - means[1]) * 64 / (rate * sigma / 2) / 2**0.5
+    assert deviations > 8 if apart else deviations < 4

@@ -32,7 +32,7 @@ from sparsedp.sampling import BatchInfo, PrivateLoader, collate_anew
 
 # Of a unit's gradient. In float32 rounding is some 1e-7 in each operation and grows with the depth of a model and with the root
 # of the number of terms of a sum: 1e-3 is above that, and below what batch statistics or a divisor of the batch change.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 _COLLATED = 16  # examples of a data loader that are looked at together, if its batches are not smaller
 Gradients = dict[str, Tensor]
 
@@ -56,7 +56,7 @@ class CheckReport:
             return text
         return (
             f"{text} The model does not run in float64, so this was in float32, where differences up to "
-            f"{_TOLERANCES[self.dtype]:.0e} pass for rounding."
+            f"{TOLERANCES[self.dtype]:.0e} pass for rounding."
         )
 
 
@@ -90,7 +90,7 @@ def check(
         raise SparseDPError("take picks units out of a batch: without a batch leave it out.")
     comparisons: list[_Comparison] = []
     if batch is not None:
-        choose = take or _take
+        choose = take or take_units
         total = count_units(batch) if take is None else len_of(batch)
         comparisons.append((batch, total, lambda whole, unit, copies: choose(whole, [unit] * copies)))
     if data_loader is not None:
@@ -99,8 +99,8 @@ def check(
         comparisons.append((batch, total, lambda _, unit, copies: copies_of(unit, copies)))
     trial = None
     try:
-        with _default_dtype(torch.float64):
-            trial = _Trial(module, loss_fn, loss_reduction, replace_recurrent, torch.float64)
+        with default_dtype(torch.float64):
+            trial = Trial(module, loss_fn, loss_reduction, replace_recurrent, torch.float64)
             return _compare_all(trial, comparisons, units)
     except NonFiniteGradientError:
         pass  # masks with float32's smallest number, say, do not mask in float64: float32 tells whether a step would end there
@@ -108,13 +108,13 @@ def check(
         if trial is None or all(parameter.dtype == torch.float64 for parameter in trial.parameters.values()):
             raise  # else the model itself made float32 of some parameters, by module.float() in forward()
     except RuntimeError as error:
-        if not _is_of_dtypes(error):
+        if not is_of_dtypes(error):
             raise
     # Often the model makes float32 numbers itself, by float() or out of numpy's, and these meet float64 ones.
-    return _compare_all(_Trial(module, loss_fn, loss_reduction, replace_recurrent, torch.float32), comparisons, units)
+    return _compare_all(Trial(module, loss_fn, loss_reduction, replace_recurrent, torch.float32), comparisons, units)
 
 
-def _is_of_dtypes(error: Exception) -> bool:
+def is_of_dtypes(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and bool(re.search(r"dtype|scalar type|data type|Double", str(error)))
 
 
@@ -125,7 +125,7 @@ _Comparison = tuple[Any, int, _Take]
 
 
 @contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """For numbers that a model makes in forward, by torch.zeros and the like."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -135,7 +135,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _compare_all(trial: _Trial, comparisons: list[_Comparison], units: int) -> CheckReport:
+def _compare_all(trial: Trial, comparisons: list[_Comparison], units: int) -> CheckReport:
     reports = [_compare(trial, trial.converted(batch), total, units, take) for batch, total, take in comparisons]
     return CheckReport(
         max(report.units for report in reports), len(trial.parameters),
@@ -143,7 +143,7 @@ def _compare_all(trial: _Trial, comparisons: list[_Comparison], units: int) -> C
     )  # fmt: skip
 
 
-def _compare(trial: _Trial, batch: Any, total: int, units: int, take: _Take) -> CheckReport:
+def _compare(trial: Trial, batch: Any, total: int, units: int, take: _Take) -> CheckReport:
     """Compares some units of a batch of `total` units with what `take(batch, unit, 1)` gives for each alone."""
     if total < 2:
         raise SparseDPError(f"A batch of at least 2 units is needed to see whether units mix; this one has {total}.")
@@ -151,7 +151,7 @@ def _compare(trial: _Trial, batch: Any, total: int, units: int, take: _Take) -> 
     trial.draws.together(total)
     together = trial.captured(batch, total)
     norms = together.norms()
-    largest, tolerance = 0.0, _TOLERANCES[trial.dtype]
+    largest, tolerance = 0.0, TOLERANCES[trial.dtype]
     for index in looked_at:
         reference, captured_alone, copies = _alone(trial, batch, index, take)
         by_capture = captured_alone.gradient(0)
@@ -195,7 +195,7 @@ def _differing(name: str, gap: float, is_random: bool) -> SparseDPError:
     )
 
 
-def _alone(trial: _Trial, batch: Any, unit: int, take: _Take) -> tuple[Gradients, _Observed, int]:
+def _alone(trial: Trial, batch: Any, unit: int, take: _Take) -> tuple[Gradients, _Observed, int]:
     """The gradients of a unit alone by ordinary autograd, what was captured of it, and of how many copies both are.
 
     Some models do not run on a batch of one unit, by a squeeze() without a dimension, say. They run on two copies of it: if
@@ -210,7 +210,7 @@ def _alone(trial: _Trial, batch: Any, unit: int, take: _Take) -> tuple[Gradients
     except SparseDPError:
         raise
     except Exception as error:
-        if _is_of_dtypes(error) or trial.draws.has_drawn:
+        if is_of_dtypes(error) or trial.draws.has_drawn:
             raise
         try:
             trial.draws.together(2)
@@ -295,17 +295,19 @@ class _Observed:
         return gradients
 
 
-class _Trial:
+class Trial:
     """Runs a copy of the module, of type `dtype`, on batches, captured or not."""
 
     def __init__(
         self,
         module: nn.Module,
-        loss_fn: Callable[..., Tensor],
+        loss_fn: Callable[..., Tensor] | None,
         loss_reduction: str,
         replace_recurrent: bool,
         dtype: torch.dtype,
+        loop: Callable[[nn.Module, Any], Tensor] | None = None,
     ) -> None:
+        """`loop(module, batch)` gives the loss in place of `loss_fn` of the module's output."""
         if loss_reduction not in ("mean", "sum"):
             raise ValueError(f"loss_reduction must be 'mean' or 'sum', not {loss_reduction!r}")
         if not replace_recurrent:
@@ -316,7 +318,7 @@ class _Trial:
         if replace_recurrent:
             replace_fused(self._module)
             refuse_module(self._module)
-        self._loss_fn, self.reduction = loss_fn, loss_reduction
+        self._loss_fn, self._loop, self.reduction = loss_fn, loop, loss_reduction
         self.draws = RepeatedDraws()
         self.parameters = {name: p for name, p in self._module.named_parameters() if p.requires_grad}
         for parameter in self.parameters.values():
@@ -327,12 +329,7 @@ class _Trial:
         return map_tensors(batch, lambda t: _converted(t.detach().cpu(), self.dtype))
 
     def _loss(self, batch: Any, captured: bool) -> Tensor:
-        args, kwargs, target = ((), batch, batch) if isinstance(batch, Mapping) else (batch[:-1], {}, batch[-1])
-        # Capture itself replaces what forward draws, and runs compiled parts uncompiled.
-        with nullcontext() if captured else Replaced(self.draws), WithoutCompilation():
-            out = self._module(*args, **kwargs)
-        with Replaced(self.draws):
-            loss = self._loss_fn(out, target)
+        loss = self._loss_of_output(batch, captured) if self._loop is None else self._loss_of_loop(batch, self._loop)
         self.draws.finish()
         if loss.dim() != 0:
             raise SparseDPError(
@@ -340,22 +337,39 @@ class _Trial:
             )
         return loss
 
+    def _loss_of_loop(self, batch: Any, loop: Callable[[nn.Module, Any], Tensor]) -> Tensor:
+        with Replaced(self.draws), WithoutCompilation():
+            return loop(self._module, batch)
+
+    def _loss_of_output(self, batch: Any, captured: bool) -> Tensor:
+        args, kwargs, target = ((), batch, batch) if isinstance(batch, Mapping) else (batch[:-1], {}, batch[-1])
+        # Capture itself replaces what forward draws, and runs compiled parts uncompiled.
+        with nullcontext() if captured else Replaced(self.draws), WithoutCompilation():
+            out = self._module(*args, **kwargs)
+        assert self._loss_fn is not None
+        with Replaced(self.draws):
+            return self._loss_fn(out, target)
+
     def captured(self, batch: Any, units: int) -> _Observed:
-        batch_info = BatchInfo(units, units, True, True, 0)
+        shapes = {name: p.shape for name, p in self.parameters.items()}
+        uses = self.capture(batch, BatchInfo(units, units, True, True, 0))
+        return _Observed(uses, float(units) if self.reduction == "mean" else 1.0, shapes, self.dtype)
+
+    def capture(self, batch: Any, batch_info: BatchInfo) -> Captured:
+        """The uses of parameters in one pass there and back."""
         capture = Capture(self._module, self.parameters, lambda: batch_info, self.draws)
         capture.attach()
         try:
             loss = self._loss(batch, captured=True)
             if not loss.isfinite():
-                raise _not_finite([f"The loss of {units} units together is {loss.item()}"])
+                raise _not_finite([f"The loss of {batch_info.units} units together is {loss.item()}"])
             loss.backward()
             captured = capture.collect()
         finally:
             capture.detach()
         if captured is None:
             raise SparseDPError("The loss does not depend on any trained parameter of the module.")
-        shapes = {name: p.shape for name, p in self.parameters.items()}
-        return _Observed(captured, float(units) if self.reduction == "mean" else 1.0, shapes, self.dtype)
+        return captured
 
     def ordinary(self, batch: Any, unit: int) -> Gradients:
         """The gradients of a batch that holds `unit` alone, by ordinary autograd; raises if something is NaN or infinite."""
@@ -392,7 +406,7 @@ class _Trial:
         self.draws.alone(unit)
         second = self.ordinary(batch, unit)
         size = max(float(value.norm()) for value in first.values()) or 1.0
-        return any(_gap(second[name], value, size) > _TOLERANCES[self.dtype] for name, value in first.items())
+        return any(_gap(second[name], value, size) > TOLERANCES[self.dtype] for name, value in first.items())
 
     @contextmanager
     def _watch_outputs(self) -> Iterator[list[str]]:
@@ -487,5 +501,5 @@ def count_units(batch: Any) -> int:
     return sizes[0] if sizes else 0
 
 
-def _take(batch: Any, indices: list[int]) -> Any:
+def take_units(batch: Any, indices: list[int]) -> Any:
     return map_tensors(batch, lambda t: t[indices] if t.dim() else t)

@@ -297,6 +297,29 @@ def move_row_pairs(
     other[rows] = round_to(vw * w + vv * v + for_other * z + alone * rest, grids[1]).to(other)
 
 
+def move_rows_by_noise(
+    key: RandomKey, table: torch.Tensor, rows: torch.Tensor, factor: float, std: float, grid: float, shift: torch.Tensor,
+    first: int = 0,
+) -> None:  # fmt: skip
+    """table[rows] = factor table[rows] + std (z + shift), rounded as `add_row_normals` rounds, out of exact numbers.
+
+    z are normals of the rows `first` + rows; `shift` is (n, ...). Rounded otherwise, by the same grid, these rows would show:
+    ties between the table's numbers and the grid's fall in another way.
+    """
+    wide = table[rows].double().reshape(len(rows), -1).cpu()
+    drift, deviation = np.zeros((4, len(rows))), np.zeros((3, len(rows)))
+    drift[0], deviation[0] = factor, std
+    row_noise.move_pairs(
+        wide.numpy(), np.zeros(wide.shape), np.arange(len(rows)), drift, deviation,
+        shift.double().reshape(len(rows), -1).cpu().numpy(), (0.0, 0.0), (key.stream(), key.stream()), rows.cpu().numpy() + first,
+    )  # fmt: skip
+    steps = (wide / grid).view(len(rows), *table.shape[1:])
+    if _in_place(table):
+        table[rows] = steps.to(table.dtype).round() * grid
+    else:
+        table[rows] = (steps.round() * grid).to(table)
+
+
 def _wide_normals(key: RandomKey, rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """What `row_normals` draws for a table of at least float32, in float64."""
     return row_normals(key, rows, table[:0].to(_drawn_dtype(table))).double()

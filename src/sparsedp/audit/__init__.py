@@ -1,4 +1,4 @@
-"""What a trained model gives away, measured: exposure of canaries, lower bounds on epsilon from scores, and audits that train."""
+"""What a trained model gives away, measured: exposure, lower bounds on epsilon, audits that train, neighbour replay."""
 
 from sparsedp.audit.bounds import epsilon_lower_bound
 from sparsedp.audit.canaries import CanaryPlan, MakesCanaries, make_canaries
@@ -6,6 +6,7 @@ from sparsedp.audit.epsilon_audit import EpsilonAudit, audit_scores
 from sparsedp.audit.exposures import ReferenceFit, exposure, fit_references
 from sparsedp.audit.inserted import WithCanaries
 from sparsedp.audit.one_run import one_run_p_value
+from sparsedp.audit.replays import Replay, UnitReplay, replay
 from sparsedp.audit.secret_sharer import SecretSharer, secret_sharer
 from sparsedp.audit.white_box import AuditedTraining, audit_many_runs, audit_one_run
 
@@ -15,7 +16,9 @@ __all__ = [
     "EpsilonAudit",
     "MakesCanaries",
     "ReferenceFit",
+    "Replay",
     "SecretSharer",
+    "UnitReplay",
     "WithCanaries",
     "audit_many_runs",
     "audit_one_run",
@@ -25,5 +28,6 @@ __all__ = [
     "fit_references",
     "make_canaries",
     "one_run_p_value",
+    "replay",
     "secret_sharer",
 ]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -89,6 +90,15 @@ _DECIDING = {
 }  # fmt: skip
 
 
+# What gives memory as it is, with whatever was there before.
+_LEAVING_UNSET = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"}
+
+
+def _with_zeros(func: Callable, *args: Any, **kwargs: Any) -> Any:
+    """A tensor that has nothing in it yet: zeros, which are the same for all units, instead of what others left there."""
+    return func(*args, **kwargs).zero_()
+
+
 class Surroundings(NamedTuple):
     """Of an operation in a forward pass, for what belongs to it in the backward pass."""
 
@@ -123,7 +133,7 @@ class Capture:
         self._history = HiddenHistory(self._pass.where)
         self._tape = Tape(self._pass, current_batch, self._state)
         origins = Origins(self._known)
-        self._results = Results(self._pass, self._known, self._memory, self._history, self._tape, origins)
+        self._results = Results(self._pass, self._known, self._memory, self._history, self._tape, origins, self._state)
         self._refusals = Refusals(self._pass, self._known, origins)
         self._writes = Writes(
             self._pass, self._known, self._state, self._memory, self._history, self._results, self._run_use
@@ -363,7 +373,7 @@ class Capture:
         if kwargs or is_in_place(name):
             target = written_tensor(name, args, kwargs)
             if target is not None:
-                out = self._writes.run(name, func, args, kwargs, target, data, expressions, shared)
+                out = self._writes.run(name, func, args, kwargs, target, data, expressions, shared, drawn)
                 if self._memory.aliases and grad_enabled and known.known_axis(target) is None:
                     self._memory.refuse_unheard_write(target, name)
                 if self._memory.handed_out:
@@ -411,6 +421,8 @@ class Capture:
         self, name: str, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], shared: bool, drawn: bool
     ) -> Any:
         """An operation on activations `data`, if there are any, on constants and, if `shared`, inputs that all units share."""
+        if name in _LEAVING_UNSET:
+            func = partial(_with_zeros, func)
         if not data:
             out = func(*args, **kwargs)
             if shared:
@@ -464,6 +476,8 @@ class Capture:
         self._tape.use, before = (name, expressions), self._tape.records
         seen = by_rows(self, self._known, name, args, kwargs)
         out = run_use(self if seen is None else seen, name, func, args, kwargs, expressions)
+        if isinstance(out, Tensor):
+            self._results.require_used_alike(name, args, kwargs, out)
         if self._tape.records == before:
             raise self.refuse(
                 name, ", ".join(e.names for e in expressions), "its rule keeps no use of the parameter", "report it"

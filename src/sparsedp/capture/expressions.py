@@ -213,8 +213,9 @@ def is_repeated(tensor: Tensor, dim: int) -> bool:
     if torch.equal(tensor, first) or not tensor.is_floating_point():
         return torch.equal(tensor, first)
     # The same computation for each slice, by a matrix product, say, may round each of them otherwise.
-    atol = _SAME * torch.finfo(tensor.dtype).eps * float(tensor.abs().max())
-    return torch.allclose(tensor, first, rtol=0, atol=atol)
+    largest = float(tensor.where(tensor.isfinite(), 0).abs().max())
+    is_close = (tensor - first).abs() <= _SAME * torch.finfo(tensor.dtype).eps * largest  # not where it is infinite
+    return bool((is_close | (tensor == first) | (tensor.isnan() & first.isnan())).all())
 
 
 def _goes_back_alike(expression: Expression, dim: int) -> bool:

@@ -12,7 +12,7 @@ from sparsedp.capture.forward_pass import ForwardPass, HasUnits, UnannouncedBatc
 from sparsedp.capture.inputs import NamedInput, PlainInputs, PublicInputs, has_units_first, named_inputs
 from sparsedp.capture.jagged import JaggedInput, jagged_inputs
 from sparsedp.capture.module_state import ModuleState
-from sparsedp.capture.tensors import EARLIER, SHARED, KnownTensors
+from sparsedp.capture.tensors import CONSTANT, EARLIER, SHARED, Constant, KnownTensors
 from sparsedp.capture.units import Mixed, UnitAxis, UnitData, WholeBatch, rows_end_to_end
 from sparsedp.errors import UnsupportedError
 
@@ -73,8 +73,11 @@ class InputMarks:
         """What a module kept of another batch is not this batch's: none of its units may meet it."""
         known = self._known
         for tensor in known.tensors():
-            if isinstance(known.get(tensor), (UnitData, Mixed)):
+            info = known.get(tensor)
+            if isinstance(info, (UnitData, Mixed)):
                 known[tensor] = EARLIER
+            elif isinstance(info, Constant) and info.drawn:
+                known[tensor] = CONSTANT  # no fresh numbers: units would meet the same ones in the same places again
         for tensor in inputs:
             if tensor.is_leaf or not tensor.requires_grad:
                 known.forget(tensor)

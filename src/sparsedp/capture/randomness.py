@@ -162,24 +162,27 @@ def _direct_dropout(draws: Draws, args: tuple, kwargs: dict) -> Tensor | None:
 
 
 class RepeatedDraws(Draws):
-    """For `sparsedp.check`: a unit alone gets the numbers that it had among the others.
+    """For `sparsedp.check` and replays: some units get the numbers that they had among all.
 
-    `together` begins a pass over the whole batch, `alone` one over a single unit. The n-th numbers that the batch draws
-    have the units on one of their axes, found by comparing shapes, or are shared by all units.
+    `together` begins a pass over the whole batch, `alone` one over a single unit, `chosen` one over some of them. The n-th
+    numbers that the batch draws have the units on one of their axes, found by comparing shapes, or are shared by all units.
     """
 
     def __init__(self) -> None:
         super().__init__(RandomKey.from_seed(0))  # these protect nothing: a check gives the same result every time
         self._drawn_together: list[tuple[tuple, Tensor, UnitAxis | None]] = []
-        self._units, self._unit, self._number = 0, None, 0  # type: int, int | None, int
+        self._units, self._chosen, self._number = 0, None, 0  # type: int, list[int] | None, int
         self._axis: UnitAxis | None = None
 
     def together(self, units: int) -> None:
         super().begin(TRAINING)
-        self._drawn_together, self._units, self._unit = [], units, None
+        self._drawn_together, self._units, self._chosen = [], units, None
 
     def alone(self, unit: int) -> None:
-        self._unit, self._number = unit, 0
+        self.chosen([unit])
+
+    def chosen(self, units: list[int]) -> None:
+        self._chosen, self._number = units, 0
 
     @property
     def has_drawn(self) -> bool:
@@ -187,8 +190,8 @@ class RepeatedDraws(Draws):
         return bool(self._drawn_together)
 
     def finish(self) -> None:
-        """After a pass over one unit: it must have drawn as often as the batch did."""
-        if self._unit is not None and self._number != len(self._drawn_together):
+        """After a pass over some units: it must have drawn as often as the batch did."""
+        if self._chosen is not None and self._number != len(self._drawn_together):
             raise self._not_alike(
                 f"{len(self._drawn_together)} times for a batch and {self._number} times for one unit"
             )
@@ -206,7 +209,7 @@ class RepeatedDraws(Draws):
         self, law: tuple, shape: Sequence[int], dtype: torch.dtype, words: int, fill: Callable[..., None]
     ) -> Tensor:
         shape, law = tuple(shape), (*law, dtype)
-        if self._unit is None:
+        if self._chosen is None:
             out = super()._drawn(law, shape, dtype, words, fill)
             self._drawn_together.append((law, out.clone(), self._axis))
             return out
@@ -218,33 +221,36 @@ class RepeatedDraws(Draws):
             raise self._not_alike("of other laws for a batch than for one unit")
         if values.shape == shape:
             return values.clone()  # shared by all units
-        return self._part(self._unpadded(values, axis, shape), axis, shape).reshape(shape).clone()
+        values = self._unpadded(values, axis, shape)
+        return self._part(values, axis, shape, self._chosen).reshape(shape).clone()
 
     def _unpadded(self, values: Tensor, axis: UnitAxis | None, shape: tuple[int, ...]) -> Tensor:
         """A batch is padded to its longest example: a shorter one that is collated alone has its first positions."""
         units = 0 if axis is None or axis.dim >= values.ndim else axis.dim
         others = [d for d in range(values.ndim) if d != units]
-        if values.ndim == len(shape) and values.shape[units] == self._units * shape[units]:
+        many = len(self._chosen or ())
+        if values.ndim == len(shape) and values.shape[units] * many == self._units * shape[units]:
             for d in others:
                 values = values.narrow(d, 0, min(shape[d], values.shape[d]))
         return values
 
-    def _part(self, values: Tensor, axis: UnitAxis | None, shape: tuple[int, ...]) -> Tensor:
-        """What belongs to the unit in numbers that were drawn for the whole batch; `shape` is what it draws alone."""
+    def _part(self, values: Tensor, axis: UnitAxis | None, shape: tuple[int, ...], chosen: list[int]) -> Tensor:
+        """What belongs to the chosen units in numbers that were drawn for the whole batch; `shape` is what they draw."""
+        fits = values.numel() * len(chosen) == self._units * math.prod(shape)
         different = [d for d, (size, other) in enumerate(zip(values.shape, shape)) if size != other]
         if values.ndim == len(shape) and len(different) == 1:
             dim = different[0]
-        elif values.numel() == self._units * math.prod(shape) and values.ndim and values.shape[0] % self._units == 0:
+        elif fits and values.ndim and values.shape[0] % self._units == 0:
             dim = 0  # (batch * heads, ...) on the one side, (batch, heads, ...) on the other
         else:
             dim = -1
-        if dim < 0 or values.numel() != self._units * math.prod(shape):
+        if dim < 0 or not fits:
             raise self._not_alike(f"of shape {tuple(values.shape)} for a batch and of shape {shape} for one unit")
         inner = values.shape[dim] // self._units  # units come first if they share a dimension with positions, ...
         if axis is not None and axis.dim == dim and axis.fits(values.shape, self._units):
             inner = axis.inner  # ... unless something else is known
         split = values.unflatten(dim, (-1, self._units, inner)) if inner else values
-        return split.select(dim + 1, self._unit or 0) if inner else split
+        return split.index_select(dim + 1, torch.tensor(chosen)) if inner else split
 
     def _not_alike(self, how: str) -> SparseDPError:
         return SparseDPError(

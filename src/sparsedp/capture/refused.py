@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sparsedp.capture import suggestions
+from sparsedp.capture.constants_by_place import BY_PLACE
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.hooks import LISTENING
 from sparsedp.capture.marked_shapes import described
@@ -93,7 +94,7 @@ class Refusals:
                 return partial(suggestions.over_all_positions, origin.place, origin.operation)
             reduced = suggestions.Reduced(origin.operation, origin.shapes[0], origin.axes[0])
             return partial(suggestions.per_unit, origin.place, reduced)
-        if isinstance(error, UnitsMixedError):
+        if isinstance(error, UnitsMixedError) and BY_PLACE not in reason:
             if name in OF_CLASSES:
                 return partial(suggestions.over_all_positions, place, name)
             first = next((tensor for tensor in operands if self._known.is_data(tensor)), None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -10,22 +10,41 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
+from sparsedp._torch import functorch_interpreter
+from sparsedp.capture.constants_by_place import (
+    are_joined_by_place,
+    by_place_refused,
+    is_index_alike,
+    is_part_alike,
+    is_same,
+    meets_by_place,
+    recipe_of,
+    recipe_of_part,
+    values_of,
+    writes_alike,
+    written_values,
+)
 from sparsedp.capture.expressions import Expression, TableRows, is_repeated, is_shared_along, joined_origin
 from sparsedp.capture.following import follow
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.history import HiddenHistory
+from sparsedp.capture.module_state import ModuleState
 from sparsedp.capture.names import all_tensors, operands_of
 from sparsedp.capture.ops.elementwise import POINTWISE
 from sparsedp.capture.ops.lookups import OTHER_ORDER, moved_ids, public_ids
-from sparsedp.capture.ops.registry import Call
+from sparsedp.capture.ops.losses import LOSSES
+from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call, plain_name
 from sparsedp.capture.ops.shape import SHAPE_ONLY
-from sparsedp.capture.owned_rows import follow_rows, rows_made
+from sparsedp.capture.owned_rows import LOST, follow_rows, rows_made
 from sparsedp.capture.places import Origins
 from sparsedp.capture.tape import Tape
-from sparsedp.capture.tensors import CONSTANT, DRAWN, DRAWN_ALIKE, SHARED, Derived, KnownTensors
+from sparsedp.capture.tensors import CONSTANT, DRAWN, DRAWN_ALIKE, SHARED, Constant, Derived, KnownTensors, memory_of
 from sparsedp.capture.unit_memory import UnitMemory
-from sparsedp.capture.units import Info, UnitData, WholeBatch
+from sparsedp.capture.units import Info, Mixed, OneUnit, UnitAxis, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
+
+# What writes nothing but what it draws.
+_FILLS = {"bernoulli", "uniform", "normal", "exponential", "random", "geometric", "cauchy", "log_normal"}
 
 
 class Results:
@@ -39,17 +58,54 @@ class Results:
         history: HiddenHistory,
         tape: Tape,
         origins: Origins,
+        state: ModuleState,
     ) -> None:
-        self._current, self._known, self._memory = current, known, memory
+        self._current, self._known, self._memory, self._state = current, known, memory, state
         self._history, self._tape, self.origins = history, tape, origins
 
     def note_constants(self, name: str, args: tuple, kwargs: dict, out: Any, drawn: bool) -> None:
         """The result of an operation on constants."""
         known = self._known
-        kind = (DRAWN_ALIKE if self._are_drawn_alike(name, args, kwargs) else DRAWN) if drawn else CONSTANT
         for tensor in (out,) if isinstance(out, Tensor) else all_tensors(out):
             if known.get(tensor) is None and id(tensor) not in known.private:
-                known[tensor] = kind
+                known[tensor] = self._drawn(name, args, kwargs, tensor) if drawn else CONSTANT
+
+    def note_drawn(self, name: str, args: tuple, kwargs: dict, target: Tensor) -> None:
+        """After numbers from the key, or what is made of them, were written into a constant."""
+        kind = self._drawn(plain_name(name), args[1:] if plain_name(name) in _FILLS else args, kwargs, target)
+        if name == "setitem":
+            value = args[2] if self.is_constant(args[2]) else 1
+            axes = [(UnitAxis(dim), size) for dim, size in enumerate(target.shape)]
+            if not self.is_by_units(args[1]):  # a mask that is drawn has one law
+                written = {each for each in axes if not writes_alike(target, args[1], value, *each)}
+                kind = Constant(drawn=True, uneven=kind.uneven | written)
+        whole = target if target._base is None else target._base
+        if whole is not target and self.is_constant(whole):
+            self._known[whole] = DRAWN
+        self._known[target] = kind
+
+    def _drawn(self, name: str, args: tuple, kwargs: dict, out: Tensor) -> Constant:
+        """What is known of the result of an operation that draws, or on numbers that were drawn."""
+        if self._are_drawn_alike(name, args, kwargs):
+            return DRAWN_ALIKE
+        return Constant(drawn=True, uneven=frozenset(self._uneven(name, args, kwargs, out)))
+
+    def _uneven(self, name: str, args: tuple, kwargs: dict, out: Tensor) -> Iterator[tuple[UnitAxis, int]]:
+        """Where the law differs in a result: where that of an operand, or a constant, does, by the rule of the operation."""
+        rule = AXIS_RULES.get(name)
+        operands = operands_of(args, kwargs)
+        for tensor in operands if name in JOINT else operands[:1]:
+            info = self._known.get(tensor)
+            if rule is None or not self.is_constant(tensor):
+                continue
+            axes = [(UnitAxis(dim), size) for dim, size in enumerate(tensor.shape) if size > 1]
+            if isinstance(info, Constant) and info.drawn:
+                axes = list(info.uneven)
+            for axis, size in axes:
+                moved = rule(Call(name, args, kwargs, out, size), tensor, axis)
+                is_drawn = isinstance(info, Constant) and info.drawn
+                if isinstance(moved, UnitAxis) and (is_drawn or not is_same(tensor, axis, size)):
+                    yield moved, size
 
     def _are_drawn_alike(self, name: str, args: tuple, kwargs: dict) -> bool:
         """Whether drawn numbers have one law in all places: drawn without a tensor, or made of such numbers one by one."""
@@ -96,6 +152,8 @@ class Results:
             return
         if func in OTHER_ORDER:
             name = f"torch.{name}"  # for which there is no rule
+        if name == "_pack_padded_sequence":
+            self._require_lengths_alike(name, args[1])
         made = rows_made(name, args, kwargs, outputs, known.info, self._current.units)
         for number, tensor in enumerate(outputs):
             info = made[number] if made is not None else self.follow(name, args, kwargs, data, tensor)
@@ -117,11 +175,152 @@ class Results:
         known = self._known
         operands: list[tuple[Tensor, Info]] = [(tensor, known[tensor]) for tensor in data]
         try:
-            return follow(name, args, kwargs, operands, out, self._current.units, self._current.where)
+            info = follow(name, args, kwargs, operands, out, self._current.units, self._current.where)
+            if isinstance(operands[0][1], OneUnit) or isinstance(info, OneUnit):
+                return self._of_one_unit(name, args, kwargs, operands, out, info)
+            self.require_constants_alike(name, args, kwargs, out, info)
+            return info
         except UnitsMixedError:
             if torch.is_grad_enabled():
                 raise
-            return UnitData(None)  # evaluation may mix units; training refuses what comes of it
+            return LOST  # evaluation may mix units; training refuses what comes of it
+
+    # ------------------------------------------------------------------ constants by place in the batch
+
+    def is_constant(self, tensor: Any) -> bool:
+        """Whether it is a tensor that no unit decides, and that was not drawn by one law."""
+        if not isinstance(tensor, Tensor) or tensor.is_nested:
+            return False
+        info = self._known.get(tensor)
+        is_even = isinstance(info, Constant) and info.drawn and not info.uneven
+        is_parameter = torch.is_grad_enabled() and self._known.expression(tensor) is not None
+        return (info is None or isinstance(info, Constant)) and not is_even and not is_parameter
+
+    def is_alike(self, tensor: Tensor, axis: UnitAxis, units: int) -> bool:
+        """Whether a constant is the same for all units, which would be at `axis` of it, or drawn by one law."""
+        info = self._known.get(tensor)
+        if isinstance(info, Constant) and info.drawn:
+            return (axis, units) not in info.uneven
+        return is_same(tensor, axis, units)
+
+    def is_by_units(self, index: Any) -> bool:
+        """Whether what units decide, or what is drawn for each, has a part in an index."""
+        infos = [self._known.get(tensor) for tensor in operands_of((index,), {})]
+        return any(isinstance(info, (UnitData, Mixed)) or (isinstance(info, Constant) and info.drawn) for info in infos)
+
+    def require_constants_alike(self, name: str, args: tuple, kwargs: dict, out: Tensor, info: Info) -> None:
+        """Raises if units of the result, of which `info` is known, met different parts of a constant by their place."""
+        units = self._current.units
+        if units < 2 or not self._has_constants(args if not kwargs else (*args, *kwargs.values())):
+            return
+        is_sum = isinstance(info, Mixed) and plain_name(name) in (*LOSSES, "sequence_loss")
+        axis = info.axis if isinstance(info, UnitData) else None
+        if (axis is None and not is_sum) or functorch_interpreter() is not None:
+            return
+        operands = operands_of(args, kwargs)
+        if any(self._known.rows(tensor) or self._are_numbers(tensor) for tensor in operands):
+            return  # rows with owners have rules of their own
+        placed = [(tensor, at) for tensor in operands if (at := self._known.known_axis(tensor)) is not None]
+        call = Call(plain_name(name), args, kwargs, out, units, len(placed))
+        if meets_by_place(call, placed, axis, self):
+            raise self.by_place_refused(name)
+
+    def require_used_alike(self, name: str, args: tuple, kwargs: dict, out: Tensor) -> None:
+        """The same for a use of parameters; rows with owners, which meet them, stand for units."""
+        info = self._known.get(out)
+        rows = info.rows if isinstance(info, UnitData) else None
+        if rows is None:
+            self.require_constants_alike(name, args, kwargs, out, info)
+            return
+        call = Call(plain_name(name), args, kwargs, out, len(rows.owners.units))
+        if self._current.units > 1 and meets_by_place(call, [], UnitAxis(rows.dim), self):
+            raise self.by_place_refused(name)
+
+    def _are_numbers(self, tensor: Tensor) -> bool:
+        info = self._known.get(tensor)
+        return isinstance(info, UnitData) and info.numbers is not None
+
+    def _has_constants(self, values: tuple | list) -> bool:
+        """Whether there is anything but activations, parameters and numbers among the operands."""
+        entries, private = self._known.entries, self._known.private
+        for value in values:
+            if isinstance(value, Tensor):
+                entry = entries.get(id(value))
+                if entry is None:
+                    if id(value) not in private or not torch.is_grad_enabled():
+                        return True
+                elif isinstance(entry[1], Constant):
+                    return True
+            elif isinstance(value, (tuple, list)) and (
+                self._has_constants(value) or any(isinstance(item, (list, np.ndarray)) for item in value)
+            ):
+                return True
+        return False
+
+    def _require_lengths_alike(self, name: str, lengths: Tensor) -> None:
+        """Raises if lengths of sequences are constants by place; Python numbers out of the units may be the units' own."""
+        is_by_place = self.is_constant(lengths) and not is_same(lengths, UnitAxis(0), self._current.units)
+        if is_by_place and not self._state.taken_out and torch.is_grad_enabled():
+            raise self.by_place_refused(name)
+
+    def by_place_refused(self, name: str) -> UnitsMixedError:
+        return by_place_refused(name, self._current.where, self._state.taken_out)
+
+    def is_written_alike(self, target: Tensor, index: Any, value: Any, axis: UnitAxis) -> bool:
+        """Whether target[index] = value, with constants or activations, is the same for all units, at `axis` of the target."""
+        units = self._current.units
+        if self._known.is_data(value) or self.is_by_units(index):
+            return is_index_alike(target, index, value, axis, units, self)
+        return writes_alike(target, index, value if self.is_constant(value) else 1, axis, units)
+
+    def written_by_place(self, name: str, args: tuple, kwargs: dict, part: Tensor) -> Iterator[Tensor]:
+        """After constants were written into `part`: the activations with its memory of which it has more of some units."""
+        known, units = self._known, self._current.units
+        if units < 2 or not part.numel():
+            return
+        memory = memory_of(part)
+        given = operands_of(args[2:] if name == "setitem" else args, kwargs)
+        values = written_values(name, args, part, [t for t in given if t is not part and self.is_constant(t)])
+        for whole in known.tensors():
+            axis = known.known_axis(whole)
+            if axis is None or memory_of(whole) != memory:
+                continue
+            if values is None or not is_part_alike(part, whole, axis, units, values):
+                yield whole
+
+    def _of_one_unit(
+        self, name: str, args: tuple, kwargs: dict, operands: list[tuple[Tensor, Info]], out: Tensor, info: Info
+    ) -> Info:
+        """Of an operation on data of single units: notes what was done to each, and compares it where they are joined."""
+        if isinstance(info, OneUnit):
+            source, of_source = operands[0]
+            is_taken = not isinstance(of_source, OneUnit)  # x[2], of all units
+            recipe = recipe_of_part(out, source) if is_taken else recipe_of(name, args, kwargs, self._recipe)
+            return OneUnit(None, unit=info.unit, recipe=recipe)
+        has_python = self._state.taken_out or self._state.decided  # which units' own data may have decided
+        recipes = [each.recipe for _, each in operands if isinstance(each, OneUnit)]
+        if info != UnitData(None) and not has_python and are_joined_by_place(recipes, self._current.units):
+            raise self.by_place_refused(name)
+        return info
+
+    def of_written_unit(self, name: str, args: tuple, kwargs: dict, before: OneUnit) -> OneUnit:
+        """Of data of one unit into which constants were written."""
+        return OneUnit(None, unit=before.unit, recipe=recipe_of(name, args, kwargs, self._recipe))
+
+    def note_written_unit(self, target: Tensor, info: OneUnit) -> None:
+        """After a write into data of one unit: what has the same memory was made otherwise from now on, too."""
+        memory = memory_of(target)
+        for tensor in self._known.tensors():
+            other = self._known.get(tensor)
+            if isinstance(other, OneUnit) and tensor is not target and memory_of(tensor) == memory:
+                recipe = None if None in (info.recipe, other.recipe) else hash((info.recipe, other.recipe))
+                self._known[tensor] = OneUnit(None, unit=other.unit, recipe=recipe)
+
+    def _recipe(self, tensor: Tensor) -> int | None:
+        info = self._known.get(tensor)
+        if isinstance(info, OneUnit):
+            return info.recipe
+        return values_of(tensor) if self.is_constant(tensor) else 0  # numbers that were drawn are like others
 
     def follow_rows(self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor) -> Info | None:
         """What is known of `out` by the owners of rows; None where other rules say."""

@@ -85,11 +85,16 @@ class ScriptedFunctions:
         if is_known and units == 1:  # no other unit to exchange it for: its own values in another order
             turned = [tensor.flip(-1) if tensor.ndim else tensor for tensor in copies]
             others.append((torch.zeros(1, dtype=torch.bool), run(turned)))
+        # In another order, units must get the same: constants by place in the batch would stay where they are.
+        order = torch.arange(units).roll(1)
+        given_in_order = [exchanged(tensor, axis, order) for tensor, axis in zip(copies, axes)]
+        moved = run(given_in_order) if is_known and units > 1 else None
         for number, out in enumerate(first):
             if others and all(unchanged(out, other[number]) for _, other in others):
                 yield _CONSTANT
             elif others and all(unchanged_units(out, other[number], UnitAxis(0), kept) for kept, other in others):
-                yield UnitAxis(0) if len(out) == units else None
+                is_alike = len(out) == units and (moved is None or unchanged(out[order], moved[number]))
+                yield UnitAxis(0) if is_alike else None
             else:
                 yield None
 

@@ -43,11 +43,13 @@ class Shared:
 class Constant:
     """A tensor that no unit decides, as far as operations are seen. One that is `drawn` has numbers from the key.
 
-    `alike`: each of its numbers was drawn by the same law, wherever it stands.
+    `alike`: each of its numbers was drawn by the same law, wherever it stands. `uneven`: where units would be, and how many, if
+    the law were another for each of them.
     """
 
     drawn: bool = False
     alike: bool = False
+    uneven: frozenset[tuple[UnitAxis, int]] = frozenset()
 
 
 SHARED = Shared()

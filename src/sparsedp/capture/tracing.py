@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from sparsedp._torch import without_functions
 from sparsedp.capture.capture import Capture
+from sparsedp.capture.constants_by_place import BY_PLACE
 from sparsedp.capture.following import UNCERTAIN
 from sparsedp.capture.forward_pass import HasUnits
 from sparsedp.capture.global_generators import refuse_moved
@@ -67,6 +68,7 @@ class TracingCapture(Capture):
         self._outside = {id(tensor): name for values in (originals, parameters) for name, tensor in values.items()}
         # Tensors in which it is not known where the units are: no loss may depend on them.
         self._unplaced: dict[int, tuple[Tensor, bool]] = {}
+        self._assumed: dict[int, Tensor] = {}  # of which it is assumed where the units are
         self._made_at: dict[int, tuple[Any, Place | None]] = {}  # where tensors were made, or last written to
         self._last: Place | None = None  # of the last operation
         self._drawn_at: tuple[Place | None, Place | None] | None = (
@@ -134,7 +136,9 @@ class TracingCapture(Capture):
             if not isinstance(refused, SparseDPError):
                 raise
             error = refused
-            self.add(refused)
+            is_assumed = any(id(tensor) in self._assumed for tensor in operands)
+            if BY_PLACE not in refused.message or not is_assumed:  # such as targets of in-batch negatives, arange(B)
+                self.add(refused)
             out = self._go_on(func, args, kwargs, operands, versions)
         with without_functions():
             self._note_places(func, args, kwargs, out)
@@ -179,6 +183,7 @@ class TracingCapture(Capture):
                 *([merged] if merged is not None and merged.fits(shape, units) else []),
             ]
             self._known[tensor] = UnitData(guesses[0]) if guesses else CONSTANT
+            self._assumed[id(tensor)] = tensor
             self._unplaced.pop(id(tensor), None)
 
     # ------------------------------------------------------------------ what is told of it

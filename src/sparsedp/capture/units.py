@@ -8,7 +8,7 @@ sequence as long as the batch is large would fool a guess).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -110,9 +110,13 @@ class UnitData:
 
 @dataclass(frozen=True)
 class OneUnit(UnitData):
-    """A tensor that is made of the data of one unit alone, and of constants, such as a row of the batch."""
+    """A tensor that is made of the data of one unit alone, and of constants, such as a row of the batch.
+
+    `recipe` tells what was done to the unit from what was done to others; None where its own data may have decided that.
+    """
 
     unit: int = -1
+    recipe: int | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -8,18 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sparsedp._torch import functorch_interpreter
+from sparsedp.capture.constants_by_place import is_same
 from sparsedp.capture.expressions import Expression
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.history import HiddenHistory
 from sparsedp.capture.module_state import ModuleState
-from sparsedp.capture.ops.elementwise import POINTWISE
 from sparsedp.capture.ops.indexing import is_by_numbers, written_axis
 from sparsedp.capture.ops.registry import SHAPE_IN_PLACE, VALUES_IN_PLACE, plain_name
 from sparsedp.capture.owned_rows import is_shared_along
 from sparsedp.capture.results import Results
 from sparsedp.capture.tensors import Constant, Derived, KnownTensors, memory_of
 from sparsedp.capture.unit_memory import UnitMemory
-from sparsedp.capture.units import Info, Mixed, UnitData
+from sparsedp.capture.units import Info, Mixed, OneUnit, UnitAxis, UnitData
+
+_OVERWRITING = {"copy_", "zero_", "fill_"}  # whatever was there before
 
 RunUse = Callable[[str, Callable, tuple, dict, list[Expression]], Any]
 
@@ -50,9 +53,10 @@ class Writes:
         data: list[Tensor],
         expressions: list[Expression],
         shared: bool,
+        drawn: bool,
     ) -> Any:
         """An operation that changes `target` in place. It takes activations `data`, parameters and, if `shared`, inputs that
-        all units share."""
+        all units share; if `drawn`, numbers from the key have a part in it."""
         protected = self._state.whose_memory(target)
         if protected is not None:
             if data or shared:
@@ -63,15 +67,20 @@ class Writes:
         before = self._known.info(target)
         if plain_name(name) in SHAPE_IN_PLACE and isinstance(before, UnitData):
             return self._change_shape(name, func, args, kwargs, target, before)
+        alike = self._axes_alike(name, kwargs, target) if data and self._results.is_constant(target) else None
         out = func(*args, **kwargs)
         if data:
-            after = self._known[target] = self._after(name, args, kwargs, target, before, data)
+            after = self._after(name, args, kwargs, target, before, data)
+            after = self._unless_by_place(name, args, kwargs, target, data, after, alike)
+            self._known[target] = after
             if not _is_placed(after):
                 self._results.origins.note(target, name, data)
             if after != before or (not _is_placed(after) and not _writes_constants(name, target, data)):
                 self._memory.lose_aliases(target)
             if not torch.is_grad_enabled():
                 self._history.add(target, target.grad_fn)
+        elif drawn and not shared:
+            self._results.note_drawn(name, args, kwargs, target)
         return out
 
     def _run_with_parameters(
@@ -134,7 +143,9 @@ class Writes:
             return UnitData(None)  # resize_, set_ and the like
         if isinstance(before, UnitData) and (before.rows is not None or before.numbers is not None):
             return self._results.follow(plain_name(name), args, kwargs, data, target)
-        if isinstance(before, UnitData) and not written and (name == "setitem" or plain_name(name) in POINTWISE):
+        if isinstance(before, OneUnit) and not written:
+            return self._results.of_written_unit(name, args, kwargs, before)
+        if isinstance(before, UnitData) and not written and name == "setitem":
             return before  # a constant was written
         if self._current.units == 1 and _is_placed(before) and all(_is_unit(self._known[tensor]) for tensor in written):
             return before  # whatever was written is of the only unit
@@ -156,6 +167,44 @@ class Writes:
             fits = before is None or (isinstance(before, UnitData) and before.axis == axis)
             return UnitData(axis if fits else None)
         return self._results.follow(plain_name(name), args, kwargs, data, target)
+
+    def _axes_alike(self, name: str, kwargs: dict, target: Tensor) -> list[UnitAxis] | None:
+        """Where units may be in a constant that they are about to be written into, and find the same; None: anywhere."""
+        units = self._current.units
+        if kwargs.get("out") is target or name in _OVERWRITING or units < 2 or functorch_interpreter() is not None:
+            return None
+        inner = {1, *(size // units for size in target.shape if size and size % units == 0)}
+        axes = [UnitAxis(dim, each) for dim in range(target.ndim) for each in inner]
+        return [axis for axis in axes if axis.fits(target.shape, units) and is_same(target, axis, units)]
+
+    def _unless_by_place(
+        self, name: str, args: tuple, kwargs: dict, target: Tensor, data: list[Tensor], after: Info,
+        alike: list[UnitAxis] | None,
+    ) -> Info:  # fmt: skip
+        """`after`, unless units met constants by their place in the batch: refused, or without a place if no gradient passes.
+
+        `alike` is where the target had the same for all units before.
+        """
+        results = self._results
+        by_place: list[Tensor] = []
+        if functorch_interpreter() is not None:
+            return after
+        if isinstance(after, UnitData) and after.axis is not None:
+            was_alike = alike is None or after.axis in alike
+            if not was_alike or (
+                name == "setitem" and not results.is_written_alike(target, args[1], args[2], after.axis)
+            ):
+                by_place = [target]
+        elif _writes_constants(name, target, data):
+            by_place = list(results.written_by_place(name, args, kwargs, target))
+        if by_place and torch.is_grad_enabled():
+            raise results.by_place_refused(name)
+        for tensor in by_place:
+            results.origins.note(tensor, name, data)
+            self._known[tensor] = UnitData(None)
+        if isinstance(after, OneUnit):
+            results.note_written_unit(target, after)
+        return UnitData(None) if any(tensor is target for tensor in by_place) else after
 
     def _is_mask_of(self, tensor: Tensor, index: Any, before: Any) -> bool:
         """Whether it is the first part of an index, a mask, with its units where those of the indexed tensor are."""

@@ -30,6 +30,7 @@ EPILOG = """examples:
   sparsedp sweep demo            what a mechanism's knobs trade: utility against gradient size
   sparsedp audit secret-sharer demo   how much a model remembers of examples that were inserted into its data
   sparsedp account epsilon --noise-multiplier 0.6 --sample-rate 0.002 --steps 500 --delta 1e-6
+  sparsedp audit replay demo     by how much one unit moves the clipped sum
   sparsedp mean rows.npz --epsilon 1 --delta 1e-6 --bound 1 --sparsity 40
 
 `sparsedp COMMAND --help` explains each command.

@@ -130,9 +130,9 @@ def every_few_seconds(tell: Callable[[int], None]) -> Callable[[int], None]:
     return progress
 
 
-def evaluation_progress(reporter: Reporter, total: int) -> Callable[[int], None]:
+def evaluation_progress(reporter: Reporter, total: int, what: str = "held-out examples") -> Callable[[int], None]:
     """To be called with the number of examples of each batch that was evaluated."""
-    tell = every_few_seconds(lambda count: reporter.say(f"Evaluating: {count:,} of {total:,} held-out examples"))
+    tell = every_few_seconds(lambda count: reporter.say(f"Evaluating: {count:,} of {total:,} {what}"))
     done = 0
 
     def progress(count: int) -> None:

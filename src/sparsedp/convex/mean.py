@@ -156,8 +156,9 @@ class _Asked:
         for name in ("rows", "measurements"):
             if getattr(self, name) is not None:
                 require_count(name, getattr(self, name), low=1)
-        if self.method != "l1_recovery" and (self.measurements is not None or self.solver is not None):
-            raise ConfigError("measurements and solver are for method='l1_recovery'.")
+        of_recovery = (self.measurements, self.measurement_clip, self.solver)
+        if self.method != "l1_recovery" and any(value is not None for value in of_recovery):
+            raise ConfigError("measurements, measurement_clip and solver are for method='l1_recovery'.")
         if self.delta == 0 and self.method in ("gaussian", "l1_recovery"):
             raise ConfigError(
                 f"method={self.method!r} has Gaussian noise, which needs a delta above 0. For delta=0 take 'projection'."

@@ -214,6 +214,13 @@ def move_rows(table: Tensor, rows: Tensor, values: Tensor, step: float) -> None:
     table.index_add_(0, rows, values, alpha=step)
 
 
+def rows_beyond(table: Tensor, rows: Tensor, limit: float) -> Tensor:
+    """Which of some rows hold a number whose magnitude is `limit` or more, bool (n,)."""
+    if compiled(table, rows) and table.is_contiguous():
+        return torch.from_numpy(_rows_beyond(table.numpy().reshape(len(table), -1), rows.numpy(), limit))
+    return (table[rows].abs() >= limit).flatten(1).any(1)
+
+
 def claim(since: Tensor, ids: Tensor, now: int) -> tuple[Tensor, Tensor] | None:
     """The distinct ids whose `since` lies before `now`, and what it was; it becomes `now` for all of `ids`.
 
@@ -414,6 +421,18 @@ def _move_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray, step: fl
         row, value = table[rows[i]], values[i]
         for j in range(len(row)):
             row[j] += step * value[j]
+
+
+@njit(cache=True, nogil=True)
+def _rows_beyond(table: np.ndarray, rows: np.ndarray, limit: float) -> np.ndarray:
+    beyond = np.empty(len(rows), np.bool_)
+    for i in range(len(rows)):
+        row = table[rows[i]]
+        largest = np.float64(0.0)
+        for j in range(len(row)):
+            largest = max(largest, np.float64(abs(row[j])))
+        beyond[i] = largest >= limit
+    return beyond
 
 
 @njit(cache=True, nogil=True)

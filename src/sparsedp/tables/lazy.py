@@ -18,7 +18,7 @@ from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.grid import grid_of, round_to
 from sparsedp.kernels import loops
 from sparsedp.kernels.threads import on_all_cores, split
-from sparsedp.noise import WAITING, RandomKey, add_row_normals, move_row_pairs, row_normals
+from sparsedp.noise import WAITING, RandomKey, add_row_normals, move_row_pairs, move_rows_by_noise, row_normals
 from sparsedp.progress import no_progress
 from sparsedp.tables.guard import guard, guarded_alias, settle_before, unguard
 from sparsedp.tables.owner import Owner, Ownership
@@ -375,7 +375,7 @@ class LazyOwner(Owner):
                 table.trained = name in trained
 
     def apply(self, name: str, rows: Tensor, values: Tensor) -> None:
-        """Lets rows that were settled before this step take its gradients, without noise.
+        """Lets rows that were settled before this step take its gradients, without noise where rounding allows that.
 
         With momentum they take its noise, too: w and v would otherwise be rounded apart while they wait, by as much as
         their sums decide, and after one step w tells v but for rounding.
@@ -387,10 +387,8 @@ class LazyOwner(Owner):
         with torch.no_grad(), without_subclasses():
             weight, momentum = self._tensors(group, table)
             if self._aggregate and not group.pending.has_momentum:
-                pulled = group.coefficients.pull_back()
-                assert pulled is not None  # `begin` refuses it
-                if pulled:
-                    loops.move_rows(weight, rows, values, pulled)
+                if group.coefficients.gw:
+                    self._take_gradients(group, table, weight, rows, values)
                 return
             step, sums = group.pending.steps - 1, values.reshape(len(rows), *weight.shape[1:])
             with self._moving():
@@ -403,6 +401,34 @@ class LazyOwner(Owner):
                     on_all_cores(
                         lambda part: self._take_pairs(group, table, weight, momentum, rows[part], sums[part]), pieces
                     )
+
+    def _take_gradients(self, group: _Group, table: _Table, weight: Tensor, rows: Tensor, values: Tensor) -> None:
+        """One step of touched rows without momentum: their gradients now, and the noise when they are read again.
+
+        Between the two, w + lr S is rounded to the numbers of w's type. Where these lie farther apart than the points of the
+        grid, a unit could move it by several times lr C: such rows take gradient and noise together. Who does is decided by w
+        from before the step, which has its noise.
+        """
+        if self._std > 0:
+            grid = self._grids(group)[0]
+            together = loops.rows_beyond(weight, rows, 2 * grid / torch.finfo(weight.dtype).eps)
+            if bool(together.any()):
+                step, now, chosen = group.coefficients, group.first + group.pending.steps, rows[together]
+                with self._moving():
+                    claimed = loops.claim(table.since, chosen, group.pending.steps)
+                    assert claimed is not None and len(claimed[0]) == len(chosen), "rows must be settled before a step"
+                    key, shift = self._key().child(_TOUCHED, table.index, now), values[together] / self._std
+                    std, start = self._std * step.gw, table.owned.start
+                    on_all_cores(
+                        lambda part: move_rows_by_noise(
+                            key, weight, chosen[part], step.ww, std, grid, shift[part], start
+                        ),
+                        split(len(chosen), table.width // _SHARED),
+                    )
+                rows, values = rows[~together], values[~together]
+        pulled = group.coefficients.pull_back()
+        assert pulled is not None  # `begin` refuses it
+        loops.move_rows(weight, rows, values, pulled)
 
     def _take_pairs(
         self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor, rows: Tensor, sums: Tensor

@@ -69,7 +69,7 @@ def _searchsorted(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixe
 @axis_rule("getitem", joint=True)
 def _getitem_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixed | None:
     index = call.args[1]
-    mask = _only_mask(index)
+    mask = only_mask(index)
     if source is not call.args[0]:
         # An index that comes from the batch: fine as a mask, or beside an index that counts the units.
         if source.dtype in _MASKS:
@@ -78,9 +78,7 @@ def _getitem_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixe
         if call.data == 1 and index is source:  # rows of a constant table
             return axis
         first = index[0] if isinstance(index, tuple) else index
-        fits = (
-            axis == UnitAxis(0) and _counts_units(call) and source.ndim == first.ndim
-        )  # fewer would lie further right
+        fits = axis == UnitAxis(0) and counts_units(call) and source.ndim == first.ndim  # fewer would lie further right
         return axis if fits else Mixed("indexing with ids of the batch")
     if mask is not None:
         count = _picked_from_each(call, axis)
@@ -89,11 +87,11 @@ def _getitem_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mixe
     if any(map(is_advanced, items)):
         if axis != UnitAxis(0):
             return None
-        return axis if _counts_units(call) or _leaves_first_alone(items, source.ndim) else None
+        return axis if counts_units(call) or _leaves_first_alone(items, source.ndim) else None
     return _basic_getitem(call, source, axis, items)
 
 
-def _only_mask(index: Any) -> Tensor | None:
+def only_mask(index: Any) -> Tensor | None:
     """The mask of x[mask] and x[mask, :]; None for other indices."""
     first, *others = index if isinstance(index, tuple) and index else (index,)
     is_mask = isinstance(first, Tensor) and first.dtype in _MASKS
@@ -105,7 +103,7 @@ def _picked_from_each(call: Call, axis: UnitAxis) -> int | None:
 
     They stay in their order: one unit's after the other's. None where a unit would have more than another, or none.
     """
-    source, mask = call.args[0], _only_mask(call.args[1])
+    source, mask = call.args[0], only_mask(call.args[1])
     assert mask is not None
     has_positions = mask.ndim > 1 or axis.inner > 1
     fits = axis.dim == 0 and source.shape[0] == call.units * axis.inner and mask.shape[:1] == source.shape[:1]
@@ -142,7 +140,7 @@ def _dimensions_taken(item: Any) -> int:
     return torch.as_tensor(item).ndim if is_mask else 1
 
 
-def _counts_units(call: Call) -> bool:
+def counts_units(call: Call) -> bool:
     """x[torch.arange(B), ...]: every unit takes from itself."""
     index = call.args[1]
     first = index[0] if isinstance(index, tuple) else index
@@ -153,6 +151,8 @@ def _counts_units(call: Call) -> bool:
     others = index[1:] if isinstance(index, tuple) else ()
     if any(is_advanced(item) and torch.as_tensor(item).ndim > first.ndim for item in others):
         return False  # which puts another dimension before the units
+    if not call.units:
+        return True
     flat = first.reshape(first.shape[0], -1)
     return bool((flat == torch.arange(first.shape[0], device=first.device)[:, None]).all())
 
@@ -214,7 +214,7 @@ def _index_put(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
     parts = list(index) if isinstance(index, (tuple, list)) else [index]
     places = torch.broadcast_tensors(*parts)[0]  # the row of each element that is written
     rest = [1] * (target.ndim - len(parts)) if source is values else []
-    whose = torch.arange(source.shape[axis.dim], device=source.device) // axis.inner % call.units
+    whose = torch.arange(source.shape[axis.dim], device=source.device) // axis.inner % max(call.units, 1)
     whose = whose.reshape([-1 if dim == axis.dim else 1 for dim in range(source.ndim)])
     rows = places.reshape(*places.shape, *rest)
     if source.ndim > rows.ndim:

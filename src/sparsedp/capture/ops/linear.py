@@ -217,6 +217,8 @@ def _axis_by_letters(
     if len(letters) != 1:
         return Mixed("einsum")
     letter = letters.pop()
+    if any(term.count(letter) > 1 for term, operand in zip(terms, operands) if operand is source):
+        return Mixed("einsum")  # a diagonal: each unit's place in the batch picks an element
     return UnitAxis(output.index(letter), axis.inner) if letter in output else Mixed("einsum")
 
 
@@ -281,6 +283,8 @@ def _einsum_of_copies(
     letter, inner, size = placed.pop()
     if letter not in output:
         raise capture.refuse(name, names, "it sums over the units of the batch", "keep their index in the result")
+    if any(term.count(letter) > 1 for term in terms):
+        raise capture.refuse(name, names, "it takes a diagonal along the units of the batch", "give units one letter")
     tapped_terms, tapped = [], []
     for term, operand, expression in zip(terms, operands, expressions):
         if expression is None:

@@ -126,10 +126,20 @@ def _as_strided(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | None:
         units = torch.arange(rows.shape[0]) // axis.inner % call.units
         return units.view(-1, *[1] * (rows.ndim - 1))
 
-    memory = torch.full((max(ends[0], start + ends[1]),), -1)
-    memory.as_strided(source.shape, source.stride()).copy_(units_of(source))
-    read = memory.as_strided(out.shape, out.stride(), start)
-    return axis if bool((read == units_of(out)).all()) else None
+    def read(values: Tensor) -> Tensor:
+        memory = torch.full((max(ends[0], start + ends[1]),), -1)
+        memory.as_strided(source.shape, source.stride()).copy_(values)
+        return memory.as_strided(out.shape, out.stride(), start)
+
+    # Where in its unit an element is, must not depend on which unit that is.
+    apart = source.shape[0] // (call.units * axis.inner), call.units, axis.inner, *source.shape[1:]
+    within = torch.arange(source.numel() // call.units).view(apart[0], 1, *apart[2:]).expand(apart)
+    keeps_units = bool((read(units_of(source)) == units_of(out)).all())
+    is_whole = out.shape[0] % (call.units * axis.inner) == 0
+    if not keeps_units or not is_whole:
+        return None
+    picked = read(within.reshape(source.shape)).unflatten(0, (-1, call.units, axis.inner))
+    return axis if torch.equal(picked, picked[:, :1].expand_as(picked)) else None
 
 
 @axis_rule("expand", "broadcast_to", "repeat", "tile", "expand_as")

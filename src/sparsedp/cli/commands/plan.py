@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from sparsedp.cli.arguments import positive_number
 from sparsedp.cli.config.load import add_config_arguments, explain_config, load_config
 from sparsedp.cli.plan_report import plan_report
 from sparsedp.cli.runfolder import plain
@@ -41,22 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument(
-        "--gradient-size", metavar="X", type=_positive, help="find AdaFEST's threshold for X coordinates a step"
+        "--gradient-size", metavar="X", type=positive_number, help="find AdaFEST's threshold for X coordinates a step"
     )
     goal.add_argument(
-        "--reduction", metavar="X", type=_positive, help="the same, for a gradient X times smaller than a dense one"
+        "--reduction",
+        metavar="X",
+        type=positive_number,
+        help="the same, for a gradient X times smaller than a dense one",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a positive number; got {text!r}")
-    return value
 
 
 def run(args: argparse.Namespace) -> int:

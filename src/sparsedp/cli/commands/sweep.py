@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from sparsedp.cli.arguments import positive_count
 from sparsedp.cli.config.load import add_set_argument
 from sparsedp.cli.config.sweepfile import expand, load_sweep, sweep_names
 from sparsedp.cli.config.trust import add_trust_argument
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trust_argument(parser)
     parser.add_argument("--run-dir", metavar="DIR", type=Path, help="the sweep's folder (runs/<name>)")
     parser.add_argument(
-        "--jobs", metavar="N", type=_positive, help="runs at the same time, each in its own process (the cores)"
+        "--jobs", metavar="N", type=positive_count, help="runs at the same time, each in its own process (the cores)"
     )
     parser.add_argument("--list", action="store_true", help="name the runs, and run nothing")
     parser.add_argument("--report-only", action="store_true", help="write tables and plots of what is finished")
@@ -47,12 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep-models", action="store_true", help="keep the weights and a checkpoint of every run")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--quiet", action="store_true", help="show the result only")
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:

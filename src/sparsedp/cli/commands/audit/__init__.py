@@ -8,6 +8,8 @@ import importlib
 # Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the audit's description.
 AUDITS: dict[str, str] = {
     "bound": "sparsedp.cli.commands.audit.bound",
+    "membership": "sparsedp.cli.commands.audit.membership",
+    "replay": "sparsedp.cli.commands.audit.replay",
     "secret-sharer": "sparsedp.cli.commands.audit.secret_sharer",
 }
 
