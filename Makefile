@@ -17,7 +17,7 @@ endif
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-models bench lint format clean
+.PHONY: help demo test test-slow test-all test-models bench audit lint format clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test-models: $(VENV)/.models  ## train other packages' models privately and comp
 
 bench: $(VENV)/.dev  ## measure speed and memory, for about 40 minutes, into runs/bench
 	$(BIN)/python -m benchmarks all $(BENCH_ARGS)
+
+audit: $(VENV)/.dev  ## attack the guarantee of every mechanism, for some minutes, into runs/audit
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks audit-bound $(AUDIT_ARGS)
 
 lint: $(VENV)/.dev  ## check style, types and layers
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.audit import bound
 from benchmarks.compare import options as compare
 from benchmarks.convex import options as convex
 from benchmarks.floating import options as floating
@@ -40,6 +41,9 @@ def make_parser() -> argparse.ArgumentParser:
         "convex", help="private means of sparse rows: time, memory, and errors beside the paper's rates"
     )
     convex.add_arguments(means)
+    bounds = commands.add_parser("audit-bound", help="audits of every mechanism: claimed epsilons and lower bounds")
+    bound.add_arguments(bounds)
+    bounds.set_defaults(run=bound.run)
     means.set_defaults(run=convex.run)
     lattice = commands.add_parser(
         "floating", help="attacks on floating-point noise: can bit patterns tell rows with a gradient from others?"

@@ -71,6 +71,12 @@ class PrivacyStatement:
         values["not_covered"] = list(self.not_covered)
         return values
 
+    @staticmethod
+    def from_dict(values: dict[str, Any]) -> PrivacyStatement:
+        """The statement that `to_dict` described."""
+        lists = {key: tuple(values[key]) for key in ("assumptions", "not_covered")}
+        return PrivacyStatement(**{**values, "epsilon": float(values["epsilon"]), **lists})
+
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
 

@@ -14,7 +14,7 @@ from sparsedp.audit import epsilon_lower_bound, one_run_p_value
 from sparsedp.audit.one_run import epsilon_by_counts, gaussian_epsilon_by_counts
 from sparsedp.errors import SparseDPError
 
-METHODS = ["one_run", "one_run_fdp", "clopper_pearson"]
+METHODS = ["one_run", "one_run_fdp", "clopper_pearson", "clopper_pearson_gdp"]
 
 
 @pytest.mark.parametrize("canaries, guesses, correct, epsilon, delta, expected", [

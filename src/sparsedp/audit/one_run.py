@@ -61,10 +61,22 @@ def gaussian_epsilon_by_counts(canaries: int, guesses: int, correct: int, delta:
     such that mu-GDP is contradicted, and returns the epsilon of that Gaussian mechanism at `delta`.
     """
     _require_counts(canaries, guesses, correct)
-    if delta <= 0:
-        raise SparseDPError("A Gaussian mechanism has no epsilon at delta = 0. Give a delta, or use method 'one_run'.")
+    require_delta_of_gaussian(delta)
     mu = largest(lambda mu: _contradicts_gaussian(canaries, guesses, correct, mu, significance))
-    return epsilon_of(GaussianDpEvent(1 / mu), delta) if mu > 0 else 0.0
+    return gaussian_epsilon(mu, delta)
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """The epsilon of a mu-GDP mechanism at `delta`; 0 for a mu that is not positive."""
+    with np.errstate(divide="ignore"):  # dp_accounting takes the logarithm of 0 on its way
+        return epsilon_of(GaussianDpEvent(1 / mu), delta) if mu > 0 else 0.0
+
+
+def require_delta_of_gaussian(delta: float) -> None:
+    if delta <= 0:
+        raise SparseDPError(
+            "A Gaussian mechanism has no epsilon at delta = 0. Give a delta, or use method 'one_run' or 'clopper_pearson'."
+        )
 
 
 def _contradicts_gaussian(canaries: int, guesses: int, correct: int, mu: float, significance: float) -> bool:

@@ -38,7 +38,7 @@ from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.load import dump_config, find_config, load_config
 from sparsedp.cli.config.trust import Code, digest
 from sparsedp.cli.files import locked, remove_unfinished, write_file, write_text
-from sparsedp.errors import ConfigError, SparseDPError
+from sparsedp.errors import ConfigError, SparseDPError, one_line
 from sparsedp.plan import PrivacyPlan
 from sparsedp.statement import PrivacyStatement
 
@@ -78,7 +78,7 @@ class RunFolder:
         path: Path | None, config: Config, plan: PrivacyPlan, canaries: CanaryPlan | None = None
     ) -> Iterator[RunFolder]:
         """A new folder, runs/<name>-<time> unless `path` is given; never one that holds something."""
-        path = _default_path(config.name) if path is None else path
+        path = default_path(config.name) if path is None else path
         refuse_used_folder(path)
         folder = RunFolder(path)
         with locked(folder.private):
@@ -196,6 +196,14 @@ class RunFolder:
         values = self._read("canaries.json", None)
         return None if values is None else CanaryPlan.from_dict(_mapping(values))
 
+    def read_statement(self) -> PrivacyStatement:
+        """Of a finished run."""
+        path = self.release / "statement.json"
+        try:
+            return PrivacyStatement.from_dict(json.loads(path.read_text()))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise SparseDPError(f"{path} cannot be read as a statement: {one_line(error)}") from error
+
     def write_result(self, result: dict[str, Any]) -> None:
         write_text(self.private / "result.json", _json(result, indent=2) + "\n")
 
@@ -285,7 +293,7 @@ def copy_release(folder: RunFolder, target: Path) -> list[str]:
     return names
 
 
-def _default_path(name: str) -> Path:
+def default_path(name: str) -> Path:
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     names = (stem if i == 1 else f"{stem}-{i}" for i in count(1))
     return next(path for path in (Path("runs") / name for name in names) if not path.exists())

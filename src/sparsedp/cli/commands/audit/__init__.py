@@ -7,12 +7,14 @@ import importlib
 
 # Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the audit's description.
 AUDITS: dict[str, str] = {
+    "bound": "sparsedp.cli.commands.audit.bound",
     "membership": "sparsedp.cli.commands.audit.membership",
     "replay": "sparsedp.cli.commands.audit.replay",
     "secret-sharer": "sparsedp.cli.commands.audit.secret_sharer",
 }
 
 EPILOG = """examples:
+  sparsedp audit bound demo                             a lower bound on epsilon beside the claimed one
   sparsedp audit secret-sharer sequences --owner one    how much a model remembers of what is inserted into its data
   sparsedp audit AUDIT --help                           what an audit does, and its options
 

@@ -1,0 +1,1 @@
+"""Audits of the mechanisms themselves: what docs/audit.md reports."""
