@@ -308,13 +308,12 @@ def move_rows_by_noise(
     """
     if _in_place(table):
         places, numbers = rows.numpy(), rows.numpy() + first if first else None
-        of_rows, added = (tensor.reshape(len(tensor), -1).numpy() for tensor in (table, values))
-        row_noise.move_rows(of_rows, places, factor, std, added, step, grid, key.stream(), numbers)
+        target, added = (tensor.reshape(len(tensor), -1).numpy() for tensor in (table, values))
+        row_noise.move_rows(target, places, factor, std, added, step, grid, key.stream(), numbers)
         torch.autograd.graph.increment_version(table)
         return
-    added = step * values.double().view(len(rows), *table.shape[1:])
-    moved = factor * table[rows].double() + std * _wide_normals(key, rows + first, table) + added
-    table[rows] = round_to(moved, grid).to(table)
+    moved = factor * table[rows].double() + std * _wide_normals(key, rows + first, table)
+    table[rows] = round_to(moved + step * values.double().view_as(moved), grid).to(table)
 
 
 def _wide_normals(key: RandomKey, rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
