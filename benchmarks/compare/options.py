@@ -14,7 +14,8 @@ from rich.console import Console
 
 from benchmarks.compare.measure import bench_compare
 from benchmarks.compare.problem import PLAIN, VARIANTS, Problem
-from benchmarks.speed.console import default_text, make_table, positive, positive_number
+from benchmarks.speed.console import default_text, make_table
+from sparsedp.cli.arguments import positive_count, positive_number
 from sparsedp.errors import SparseDPError
 
 FULL: dict[str, Any] = {"repeats": 40, "batch": {"step": 2048, "vocabulary": 1024, "tied": 64}, "scale": 0.2}
@@ -39,11 +40,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"one of the part's variants (default: all); may be repeated. '{PLAIN}', PyTorch alone, always runs: its ratio "
         f"should be 1. {'; '.join(f'{part}: ' + ', '.join(names[1:]) for part, names in VARIANTS.items())}",
     )  # fmt: skip
-    parser.add_argument("--repeats", type=positive, metavar="N", help=f"turns of each {default('repeats')}")
-    parser.add_argument("--batch", type=positive, metavar="N", help="units in a batch (default: the part's own)")
+    parser.add_argument("--repeats", type=positive_count, metavar="N", help=f"turns of each {default('repeats')}")
+    parser.add_argument("--batch", type=positive_count, metavar="N", help="units in a batch (default: the part's own)")
     parser.add_argument(
         "--rows",
-        type=positive,
+        type=positive_count,
         metavar="N",
         help="vocabulary: rows of the table; tied: items (default: 1,000,000; 3400)",
     )

@@ -15,7 +15,8 @@ from benchmarks.convex.problem import KINDS, Problem
 from benchmarks.convex.rates import VARIANTS
 from benchmarks.convex.speed import sentence
 from benchmarks.convex.truncation import Bags
-from benchmarks.speed.console import make_table, positive, prepare_output
+from benchmarks.speed.console import make_table, prepare_output
+from sparsedp.cli.arguments import positive_count
 
 PARTS = ("speed", "recovery", "rates", "risk", "truncation")
 FULL: dict[str, Any] = {
@@ -63,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "truncated gradient is better than a whole one (truncation)."
     )
     parser.add_argument("--part", choices=PARTS, action="append", help="one of them (default: all); may be repeated")
-    parser.add_argument("--repeats", type=positive, metavar="N", help="runs of each (default: 3; 2 with --quick)")
+    parser.add_argument("--repeats", type=positive_count, metavar="N", help="runs of each (default: 3; 2 with --quick)")
     parser.add_argument("--quick", action="store_true", help="small sizes, to see that it works")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots there; needs matplotlib")

@@ -13,7 +13,8 @@ from rich.progress import Progress
 
 from benchmarks.floating.measure import SIGNIFICANCE, bench_floating
 from benchmarks.floating.runs import PAIRS
-from benchmarks.speed.console import positive, prepare_output
+from benchmarks.speed.console import prepare_output
+from sparsedp.cli.arguments import positive_count
 
 NAMES = {
     "dpsgd": "DPSGD", "lazydp": "LazyDP()", "lazydp by step": "LazyDP(aggregate=False)", "adafest": "AdaFEST", "eana": "EANA",
@@ -30,10 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = "Takes about 5 minutes; 2 with --quick. The exit code is 1 if something is above chance."
     parser.add_argument(
-        "--steps", type=positive, action="append", metavar="N", help="(default: 1, 10, 100); may be repeated"
+        "--steps", type=positive_count, action="append", metavar="N", help="(default: 1, 10, 100); may be repeated"
     )
     parser.add_argument("--mechanism", choices=sorted({pair[0] for pair in PAIRS}), help="one of them (default: all)")
-    parser.add_argument("--rows", type=positive, default=4000, metavar="N", help="rows of each table (default: 4000)")
+    parser.add_argument(
+        "--rows", type=positive_count, default=4000, metavar="N", help="rows of each table (default: 4000)"
+    )
     parser.add_argument("--quick", action="store_true", help="1 and 10 steps")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all outcomes as JSON")
     parser.set_defaults(plots=None)

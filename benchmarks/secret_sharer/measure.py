@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from sparsedp.audit import CanaryPlan, SecretSharer
-from sparsedp.audit.secret_sharer import planned_repetitions
+from sparsedp.audit import CanaryPlan, SecretSharer, planned_repetitions
 from sparsedp.cli.config.config import differences
 from sparsedp.cli.config.sweepfile import SweepRun, expand, load_sweep
 from sparsedp.cli.progress import Reporter

@@ -10,8 +10,9 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks.secret_sharer.measure import TOP, Row, measure
-from benchmarks.speed.console import positive, prepare_output
-from sparsedp.audit.secret_sharer import REPETITIONS
+from benchmarks.speed.console import prepare_output
+from sparsedp.audit.secret_sharers import REPETITIONS
+from sparsedp.cli.arguments import positive_count
 from sparsedp.cli.progress import make_reporter
 from sparsedp.cli.runfolder import plain
 
@@ -26,9 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("sweep", metavar="SWEEP", nargs="?", type=Path, default=SWEEP, help=f"the runs ({SWEEP.name})")
     parser.add_argument("--run-dir", type=Path, metavar="DIR", default=Path("runs/secret-sharer"), help="their folder")
     parser.add_argument(
-        "--canaries", type=positive, metavar="N", default=10, help="for each number of repetitions (10)"
+        "--canaries", type=positive_count, metavar="N", default=10, help="for each number of repetitions (10)"
     )
-    parser.add_argument("--references", type=positive, metavar="N", default=4096, help="that are not inserted (4096)")
+    parser.add_argument(
+        "--references", type=positive_count, metavar="N", default=4096, help="that are not inserted (4096)"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result as JSON")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write plots there; needs matplotlib")
 

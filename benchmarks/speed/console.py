@@ -13,22 +13,6 @@ from benchmarks.speed.stages import stages_of
 from sparsedp.errors import SparseDPError
 
 
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1; got {text!r}")
-    return int(text)
-
-
-def positive_number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a positive number; got {text!r}")
-    return value
-
-
 def default_text(full: Mapping[str, Any], quick: Mapping[str, Any], key: str) -> str:
     """For an option's help: its default."""
     shown = [", ".join(map(str, of[key])) if isinstance(of[key], tuple) else f"{of[key]:g}" for of in (full, quick)]

@@ -10,8 +10,9 @@ from rich.console import Console
 
 from benchmarks.speed.bound.measure import SUBJECTS, Sizes, bench_bound
 from benchmarks.speed.bound.page import STAGE_HEAD, STEP_HEAD, rate_lines, stage_lines, step_lines
-from benchmarks.speed.console import make_table, positive, positive_number
+from benchmarks.speed.console import make_table
 from benchmarks.speed.rates import Rates
+from sparsedp.cli.arguments import positive_count, positive_number
 from sparsedp.cli.progress import Lines
 
 FULL = {**asdict(Sizes()), "repeats": 15}
@@ -38,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help = f"{text} (default: {FULL[key]:g}; {QUICK[key]:g} with --quick)"
         whole = isinstance(FULL[key], int)
         parser.add_argument(
-            f"--{key}", type=positive if whole else positive_number, metavar="N" if whole else "X", help=help
+            f"--{key}", type=positive_count if whole else positive_number, metavar="N" if whole else "X", help=help
         )
     parser.add_argument(
         "--workload", choices=tuple(SUBJECTS), action="append", help="which one (default: all); may be repeated"

@@ -8,17 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.speed.console import (
-    default_text,
-    make_table,
-    megabytes,
-    milliseconds,
-    positive,
-    say_left_out,
-    stage_table,
-)
+from benchmarks.speed.console import default_text, make_table, megabytes, milliseconds, say_left_out, stage_table
 from benchmarks.speed.dual.measure import VARIANTS, Setting, bench_dual
 from benchmarks.speed.papers.published import EANA_TABLE_3
+from sparsedp.cli.arguments import positive_count
 from sparsedp.cli.progress import Lines
 
 FULL: dict[str, Any] = {
@@ -30,16 +23,18 @@ QUICK: dict[str, Any] = {"items": (1000, 20_000), "batch": (Setting.batch,), "re
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = partial(default_text, FULL, QUICK)
     parser.add_argument(
-        "--items", type=positive, action="append", metavar="N",
+        "--items", type=positive_count, action="append", metavar="N",
         help=f"items in the vocabulary; may be repeated {default('items')}",
     )  # fmt: skip
     parser.add_argument(
-        "--batch", type=positive, action="append", metavar="N",
+        "--batch", type=positive_count, action="append", metavar="N",
         help=f"units in a batch; may be repeated: further ones at the first vocabulary {default('batch')}",
     )  # fmt: skip
-    parser.add_argument("--repeats", type=positive, metavar="N", help=f"repeats of a variant {default('repeats')}")
     parser.add_argument(
-        "--slow-repeats", type=positive, metavar="N",
+        "--repeats", type=positive_count, metavar="N", help=f"repeats of a variant {default('repeats')}"
+    )
+    parser.add_argument(
+        "--slow-repeats", type=positive_count, metavar="N",
         help=f"of DP-SGD over more than a gigabyte of tables {default('slow_repeats')}",
     )  # fmt: skip
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes a process each")

@@ -8,10 +8,11 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.speed.console import make_table, megabytes, positive
+from benchmarks.speed.console import make_table, megabytes
 from benchmarks.speed.growth.measure import MODELS, VARIED, Click, bench_growth
 from benchmarks.speed.growth.page import along, exponent, lines_along, range_of, rows_along
 from benchmarks.speed.tied import measure as tied
+from sparsedp.cli.arguments import positive_count
 from sparsedp.cli.progress import Lines
 
 FULL = {
@@ -37,7 +38,7 @@ _HELP = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     for key, text in _HELP.items():
         help = f"{text} (default: {FULL[key]}; {QUICK[key]} with --quick)"
-        parser.add_argument(f"--{key.replace('_', '-')}", type=positive, metavar="N", help=help)
+        parser.add_argument(f"--{key.replace('_', '-')}", type=positive_count, metavar="N", help=help)
     parser.add_argument(
         "--vary", choices=VARIED, action="append",
         help="what to vary, one at a time, around the values above (default: all); may be repeated",

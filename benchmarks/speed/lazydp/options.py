@@ -13,13 +13,12 @@ from benchmarks.speed.console import (
     make_table,
     megabytes,
     milliseconds,
-    positive,
-    positive_number,
     ratio_table,
     say_left_out,
     stage_table,
 )
 from benchmarks.speed.lazydp.measure import QUANTITIES, VARIANTS, Setting, bench_lazydp
+from sparsedp.cli.arguments import positive_count, positive_number
 from sparsedp.cli.progress import Lines
 
 COMPARED = tuple(name for name in VARIANTS if name != "sgd")  # which is always measured
@@ -33,12 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gigabytes", type=positive_number, metavar="GB",
         help=f"size of all tables together; up to six times as much memory is used {default('gigabytes')}",
     )  # fmt: skip
-    parser.add_argument("--batch", type=positive, metavar="N", help=f"units in a batch {default('batch')}")
+    parser.add_argument("--batch", type=positive_count, metavar="N", help=f"units in a batch {default('batch')}")
     parser.add_argument(
-        "--repeats", type=positive, metavar="N", help=f"repeats of the fast variants {default('repeats')}"
+        "--repeats", type=positive_count, metavar="N", help=f"repeats of the fast variants {default('repeats')}"
     )
     parser.add_argument(
-        "--slow-repeats", type=positive, metavar="N",
+        "--slow-repeats", type=positive_count, metavar="N",
         help=f"of those that take time for every row {default('slow_repeats')}",
     )  # fmt: skip
     parser.add_argument(

@@ -8,9 +8,10 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.speed.console import make_table, positive, positive_number
+from benchmarks.speed.console import make_table
 from benchmarks.speed.machine import total_memory
 from benchmarks.speed.memory.measure import BATCH, PHASES, VARIANTS, bench_memory
+from sparsedp.cli.arguments import positive_count, positive_number
 from sparsedp.cli.progress import Lines
 from sparsedp.errors import SparseDPError
 
@@ -23,7 +24,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--gigabytes", type=positive_number, metavar="GB",
         help=f"size of the table (default: half of the machine's memory; {QUICK['gigabytes']:g} with --quick)",
     )  # fmt: skip
-    parser.add_argument("--batch", type=positive, metavar="N", help=f"units in a batch (default: {FULL['batch']})")
+    parser.add_argument(
+        "--batch", type=positive_count, metavar="N", help=f"units in a batch (default: {FULL['batch']})"
+    )
     parser.add_argument(
         "--variant", choices=tuple(VARIANTS), action="append",
         help=f"what to train (default: all; {' and '.join(QUICK['variant'])} with --quick); may be repeated",

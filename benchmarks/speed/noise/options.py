@@ -7,19 +7,20 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.speed.console import make_table, milliseconds, positive
+from benchmarks.speed.console import make_table, milliseconds
 from benchmarks.speed.noise.measure import SIZES, bench_noise
+from sparsedp.cli.arguments import positive_count
 
 QUICK_SIZES = (10_000, 1_000_000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--size", type=positive, action="append", metavar="N",
+        "--size", type=positive_count, action="append", metavar="N",
         help="numbers to draw (default: 10^4, 10^6 and 10^7; without the last with --quick); may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--repeats", type=positive, metavar="N", help="repeats of each variant (default: 20; 5 with --quick)"
+        "--repeats", type=positive_count, metavar="N", help="repeats of each variant (default: 20; 5 with --quick)"
     )
     parser.add_argument("--quick", action="store_true", help="a second: small, few repeats")
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.speed.console import default_text, make_table, milliseconds, positive, positive_number
+from benchmarks.speed.console import default_text, make_table, milliseconds
 from benchmarks.speed.peers.bounds import TITLES
 from benchmarks.speed.peers.measure import PEERS, bench_peers
 from benchmarks.speed.peers.page import epsilon, setting, verdict
+from sparsedp.cli.arguments import positive_count, positive_number
 from sparsedp.cli.progress import Lines
 
 COMPARED = tuple(name for name in PEERS if name != "plain")  # which is always measured
@@ -26,14 +27,18 @@ TENSORFLOW = "SPARSEDP_TENSORFLOW_PYTHON"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = partial(default_text, FULL, QUICK)
     parser.add_argument(
-        "--rows", type=positive, action="append", metavar="N",
+        "--rows", type=positive_count, action="append", metavar="N",
         help="rows of the table (default: 10^4, 10^5, 10^6, 10^7; the first two with --quick); may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--peer", choices=COMPARED, action="append", help="what to compare with PyTorch (default: all); may be repeated"
     )
-    parser.add_argument("--repeats", type=positive, metavar="N", help=f"processes of each peer {default('repeats')}")
-    parser.add_argument("--steps", type=positive, metavar="N", help=f"steps of a process at a size {default('steps')}")
+    parser.add_argument(
+        "--repeats", type=positive_count, metavar="N", help=f"processes of each peer {default('repeats')}"
+    )
+    parser.add_argument(
+        "--steps", type=positive_count, metavar="N", help=f"steps of a process at a size {default('steps')}"
+    )
     parser.add_argument(
         "--seconds", type=positive_number, metavar="S", help=f"after which it takes no more {default('seconds')}"
     )

@@ -8,16 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.speed.console import (
-    default_text,
-    make_table,
-    megabytes,
-    milliseconds,
-    positive,
-    positive_number,
-    stage_table,
-)
+from benchmarks.speed.console import default_text, make_table, megabytes, milliseconds, stage_table
 from benchmarks.speed.step.measure import MODELS, bench_step
+from sparsedp.cli.arguments import positive_count, positive_number
 
 FULL = {"batch": 2048, "repeats": 40, "scale": 1.0}
 QUICK = {"batch": 256, "repeats": 5, "scale": 0.1}
@@ -26,8 +19,10 @@ QUICK = {"batch": 256, "repeats": 5, "scale": 0.1}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = partial(default_text, FULL, QUICK)
     parser.add_argument("--model", choices=MODELS, action="append", help="which model (default: all); may be repeated")
-    parser.add_argument("--batch", type=positive, metavar="N", help=f"units in a batch {default('batch')}")
-    parser.add_argument("--repeats", type=positive, metavar="N", help=f"repeats of each variant {default('repeats')}")
+    parser.add_argument("--batch", type=positive_count, metavar="N", help=f"units in a batch {default('batch')}")
+    parser.add_argument(
+        "--repeats", type=positive_count, metavar="N", help=f"repeats of each variant {default('repeats')}"
+    )
     parser.add_argument(
         "--scale",
         type=positive_number,

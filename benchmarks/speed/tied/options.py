@@ -8,17 +8,9 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.speed.console import (
-    default_text,
-    make_table,
-    milliseconds,
-    positive,
-    positive_number,
-    ratio_table,
-    say_left_out,
-    stage_table,
-)
+from benchmarks.speed.console import default_text, make_table, milliseconds, ratio_table, say_left_out, stage_table
 from benchmarks.speed.tied.measure import QUANTITIES, VARIANTS, Setting, bench_tied
+from sparsedp.cli.arguments import positive_count, positive_number
 from sparsedp.cli.progress import Lines
 
 COMPARED = tuple(name for name in VARIANTS if name != "plain")  # which is always measured
@@ -28,12 +20,16 @@ QUICK = {"items": 500, "length": 20, "batch": 16, "repeats": 3, "slow_repeats": 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = partial(default_text, FULL, QUICK)
-    parser.add_argument("--items", type=positive, metavar="N", help=f"items in the vocabulary {default('items')}")
-    parser.add_argument("--length", type=positive, metavar="N", help=f"positions of a sequence {default('length')}")
-    parser.add_argument("--batch", type=positive, metavar="N", help=f"units in a batch {default('batch')}")
-    parser.add_argument("--repeats", type=positive, metavar="N", help=f"repeats of a variant {default('repeats')}")
+    parser.add_argument("--items", type=positive_count, metavar="N", help=f"items in the vocabulary {default('items')}")
     parser.add_argument(
-        "--slow-repeats", type=positive, metavar="N",
+        "--length", type=positive_count, metavar="N", help=f"positions of a sequence {default('length')}"
+    )
+    parser.add_argument("--batch", type=positive_count, metavar="N", help=f"units in a batch {default('batch')}")
+    parser.add_argument(
+        "--repeats", type=positive_count, metavar="N", help=f"repeats of a variant {default('repeats')}"
+    )
+    parser.add_argument(
+        "--slow-repeats", type=positive_count, metavar="N",
         help=f"of per-example gradients and ghost clipping {default('slow_repeats')}",
     )  # fmt: skip
     parser.add_argument(

@@ -7,19 +7,20 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.speed.console import make_table, megabytes, milliseconds, positive
+from benchmarks.speed.console import make_table, megabytes, milliseconds
 from benchmarks.speed.vocabulary.measure import SIZES, bench_vocabulary
+from sparsedp.cli.arguments import positive_count
 
 QUICK_ROWS = (10_000, 100_000)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--rows", type=positive, action="append", metavar="N",
+        "--rows", type=positive_count, action="append", metavar="N",
         help=f"rows of the table (default: the paper's sizes; {QUICK_ROWS[0]} and {QUICK_ROWS[1]} with --quick); may be repeated",
     )  # fmt: skip
     parser.add_argument(
-        "--repeats", type=positive, metavar="N", help="repeats of each variant (default: 15; 3 with --quick)"
+        "--repeats", type=positive_count, metavar="N", help="repeats of each variant (default: 15; 3 with --quick)"
     )
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes a process each")
     parser.add_argument("--quick", action="store_true", help="some seconds: small, few repeats, no memory")

@@ -7,7 +7,7 @@ from sparsedp.audit.exposures import ReferenceFit, exposure, fit_references
 from sparsedp.audit.inserted import WithCanaries
 from sparsedp.audit.one_run import one_run_p_value
 from sparsedp.audit.replays import Replay, UnitReplay, replay
-from sparsedp.audit.secret_sharer import SecretSharer, secret_sharer
+from sparsedp.audit.secret_sharers import SecretSharer, planned_repetitions, secret_sharer
 from sparsedp.audit.white_box import AuditedTraining, audit_many_runs, audit_one_run
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "fit_references",
     "make_canaries",
     "one_run_p_value",
+    "planned_repetitions",
     "replay",
     "secret_sharer",
 ]

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from sparsedp.audit.canaries import CanaryPlan, make_canaries
+from sparsedp.audit.derived_set import DerivedSet
 from sparsedp.errors import SparseDPError
 
 
-class WithCanaries:
+class WithCanaries(DerivedSet):
     """A training set, and behind it the canaries of a plan, each as often as the plan says.
 
     Everything else that the set has (`vocabulary_sizes`, `items`, `length`, `collate` ...) is that of the set itself. A canary's
@@ -20,7 +20,8 @@ class WithCanaries:
     """
 
     def __init__(self, base: Any, plan: CanaryPlan) -> None:
-        self.base, self.plan = base, plan
+        super().__init__(base)
+        self.plan = plan
         self.canaries = make_canaries(base, plan)  # all of the plan, those that are not inserted as well
         self.inserted = np.repeat(np.arange(len(self.canaries)), plan.repetitions)  # by their numbers
         hosts = plan.hosts(len(base))[self.inserted]
@@ -54,20 +55,11 @@ class WithCanaries:
         remaining = iter(others)
         return [self[index] if inside else next(remaining) for index, inside in zip(where.tolist(), is_canary)]
 
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "base":  # what pickle and copy ask for before there is a base
-            raise AttributeError(name)
-        return getattr(self.base, name)
-
     def _joined(self, name: str, of_canaries: Any) -> np.ndarray | None:
         """The set's own numbers for its examples, and behind them those of the canaries; None if it has none."""
-        numbers = getattr(self.base, name, None)
+        numbers = self.numbers_of_base(name)
         if numbers is None:
             return None
-        numbers = numbers.numpy() if isinstance(numbers, torch.Tensor) else np.asarray(numbers)
         return np.concatenate([numbers, of_canaries(numbers)])
 
     def _owners(self, users: np.ndarray, hosts: np.ndarray) -> np.ndarray:

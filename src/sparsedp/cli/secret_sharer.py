@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from sparsedp.audit.canaries import CanaryPlan
-from sparsedp.audit.secret_sharer import SecretSharer, secret_sharer
+from sparsedp.audit.secret_sharers import SecretSharer, secret_sharer
 from sparsedp.cli.canaries import canary_losses, require_canaries
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data

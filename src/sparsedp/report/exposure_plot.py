@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
-from sparsedp.audit.secret_sharer import SecretSharer
+from sparsedp.audit.secret_sharers import SecretSharer
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 _LINES = ("-", "--", "-.", ":")  # another one when all colours are used

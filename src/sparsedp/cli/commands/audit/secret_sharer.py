@@ -13,7 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsedp.audit.canaries import OWNERS, CanaryPlan
-from sparsedp.audit.secret_sharer import CANARIES, REFERENCES, REPETITIONS, Quartiles, SecretSharer, planned_repetitions
+from sparsedp.audit.secret_sharers import (
+    CANARIES,
+    REFERENCES,
+    REPETITIONS,
+    Quartiles,
+    SecretSharer,
+    planned_repetitions,
+)
 from sparsedp.cli.canaries import require_canaries
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data

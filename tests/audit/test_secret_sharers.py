@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from sparsedp.audit import SecretSharer, exposure, secret_sharer
-from sparsedp.audit.secret_sharer import planned_repetitions
+from sparsedp.audit import SecretSharer, exposure, planned_repetitions, secret_sharer
 from sparsedp.errors import SparseDPError
 
 
