@@ -44,6 +44,7 @@ DRAWS = {
 ALLOWED: list[tuple[str, set[str], str]] = [
     ("data/generated.py", {"np.random"}, "public data, made up"),
     ("data/generatedsequences.py", {"np.random"}, "public data, made up"),
+    ("data/generatedtimelines.py", {"np.random"}, "public data, made up"),
     (
         "data/clicklog.py",
         {"np.random"},

@@ -8,7 +8,7 @@ canary moves the sum by exactly the clipping norm, which is the most that a unit
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from sparsedp.errors import SparseDPError, suggestion
-from sparsedp.mechanisms import FEST, AdaFEST, Mechanism
 
 Place = Literal["dense", "rows"]
 # The norm of a canary's gradient on each of its rows, in clipping norms: on any of them it is clipped.
@@ -44,23 +43,13 @@ class GradientCanaries:
         """The matrix has so many rows and columns that no smaller one holds as many weights as the table has rows."""
         return math.ceil(math.sqrt(self.count * self.rows))
 
+    @property
+    def table_rows(self) -> dict[str, int]:
+        """The rows of the model's table, by its name; the last is for examples that touch none."""
+        return {"rows.weight": self.count * self.rows + 1}
+
     def module(self) -> CanaryModel:
         return CanaryModel(self.width, self.count * self.rows)
-
-    def mechanism(self, mechanism: Mechanism) -> Mechanism:
-        """A mechanism that was set up for another model and its batches, for this model.
-
-        Public frequencies of other tables' rows say nothing about these: here all rows have the same.
-        """
-        if isinstance(mechanism, FEST):
-            return self._fest(mechanism)
-        if isinstance(mechanism, AdaFEST) and mechanism.preselect is not None:
-            return replace(mechanism, preselect=self._fest(mechanism.preselect))
-        return mechanism
-
-    def _fest(self, mechanism: FEST) -> FEST:
-        counts = None if mechanism.counts is None else {"rows.weight": torch.ones(self.count * self.rows + 1)}
-        return replace(mechanism, inputs=None, counts=counts)
 
     def loader(self, is_in: np.ndarray, units: int, batch_size: int, max_grad_norm: float) -> DataLoader:
         """Batches of (left, right, ids, length, places), for a data set of `units` units.

@@ -126,7 +126,7 @@ def train_canaries(
         noise_multiplier=training.noise_multiplier,
         max_grad_norm=training.max_grad_norm,
         clipping=training.clipping,
-        mechanism=canaries.mechanism(training.mechanism),
+        mechanism=training.mechanism.for_tables(canaries.table_rows),
         loss_reduction="sum",
         poisson_sampling=training.poisson_sampling,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import dp_accounting
@@ -73,6 +73,9 @@ class AdaFEST(Mechanism):
         self, tables: Mapping[str, TableSpec], count: Count, key: RandomKey, memory: dict[str, Tensor] | None = None
     ) -> dict[str, Tensor]:
         return {} if self.preselect is None else self.preselect.prepare(tables, count, key, memory)
+
+    def for_tables(self, rows: Mapping[str, int]) -> AdaFEST:
+        return self if self.preselect is None else replace(self, preselect=self.preselect.for_tables(rows))
 
     def refuse_tables(self, names: Collection[str]) -> None:
         if self.preselect is not None:

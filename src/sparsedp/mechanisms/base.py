@@ -148,6 +148,10 @@ class Mechanism(ABC):
         """Who owns the tables' rows: what stands before a read of them, and lets them take their gradients."""
         return LocalOwner(ownership)
 
+    def for_tables(self, rows: Mapping[str, int]) -> Mechanism:
+        """This mechanism, set up for a model of which nothing is known but the number of rows of each table."""
+        return self
+
     def refuse_tables(self, names: Collection[str]) -> None:  # noqa: B027
         """Raises `UnsupportedError` if the mechanism cannot train tables with these names, before anything is charged."""
 

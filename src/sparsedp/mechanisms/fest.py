@@ -7,7 +7,7 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, get_args
 
 import dp_accounting
@@ -126,6 +126,11 @@ class FEST(Mechanism):
                 stacklevel=2,
             )
         return chosen
+
+    def for_tables(self, rows: Mapping[str, int]) -> FEST:
+        """Public frequencies of other tables' rows say nothing about these: all have the same."""
+        counts = None if self.counts is None else {name: torch.ones(count) for name, count in rows.items()}
+        return replace(self, inputs=None, counts=counts)
 
     def refuse_tables(self, names: Collection[str]) -> None:
         if names:

@@ -22,7 +22,6 @@ from sparsedp.cli.config.trust import Code, add_trust_argument
 from sparsedp.cli.prepare import limit_threads, load_data, make_model, with_collate
 from sparsedp.cli.progress import draw_progress
 from sparsedp.errors import ConfigError
-from sparsedp.mechanisms import AdaFEST
 from sparsedp.progress import no_progress
 
 # Units of the batch that a configuration's data are looked at in, and rows of the table that is printed.
@@ -130,8 +129,8 @@ def _configured(args: argparse.Namespace) -> tuple[nn.Module, Any, dict[str, Any
     }  # fmt: skip
     if config.privacy.unit == "user":
         options["users"] = data.training.users[:count]
-    if isinstance(mechanism, AdaFEST):
-        options["map_clip"] = mechanism.map_clip
+    if mechanism.contribution_clip is not None:
+        options["map_clip"] = mechanism.contribution_clip
     return make_model(config, data.training), data.examples(count), options
 
 
