@@ -25,6 +25,11 @@ def test_the_defaults_are_the_papers() -> None:
     assert sum(repetitions) == 9750 and repetitions.count(0) == 16384 and repetitions.count(100) == 50
 
 
+def test_more_canaries_than_can_be_made_are_refused() -> None:
+    with pytest.raises(SparseDPError, match="9,000,016,384 canaries and references are too many"):
+        planned_repetitions(canaries=1_000_000_000)
+
+
 def test_exposures_by_repetitions() -> None:
     repetitions = planned_repetitions((1, 8, 64), 40, 2000)
     losses = losses_of(repetitions, 1.0)

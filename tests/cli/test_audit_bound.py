@@ -111,6 +111,7 @@ def test_more_confidence_than_the_canaries_can_give(tmp_path: Path, capsys: pyte
 
 @pytest.mark.parametrize("options, match", [
     (["--canaries", "1"], "--canaries must be at least 2"),
+    (["--canaries", "1000000000"], "at most 100,000; got 1,000,000,000"),
     (["--significance", "0"], "significance must lie between 0 and 1"),
     (["--attack", "white", "--set", "stream={composition: parallel}", "--set", "data.days=2"], "Use --attack black"),
     (["--rows-per-canary", "0"], "rows must be a whole number"),
@@ -118,6 +119,14 @@ def test_more_confidence_than_the_canaries_can_give(tmp_path: Path, capsys: pyte
 def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], match: str) -> None:
     assert _audit(tmp_path, *options) == 2
     assert match in capsys.readouterr().err
+
+
+def test_a_folder_that_is_taken_is_refused_before_the_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "something").touch()
+    assert _audit(tmp_path) == 2
+    out, err = capsys.readouterr()
+    assert f"sparsedp train --resume {tmp_path / 'run'}" in err and "White box" not in out + err
 
 
 def test_runs_that_cannot_be_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

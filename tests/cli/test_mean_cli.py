@@ -56,6 +56,7 @@ def test_json_of_a_recovery(rows: Path, tmp_path: Path, capsys: pytest.CaptureFi
         (["--delta", "0", "--method", "gaussian"], "delta above 0"),
         (["--epsilon", "-1"], "epsilon"),
         (["--to", "mean.txt"], ".npy"),
+        (["--to", "nowhere/mean.npy"], "the folder nowhere does not exist"),
         (["--neighbours", "replace_one", "--rows", "7"], "100 rows"),
         (["--calibration", "paper"], "public number of rows"),
     ],

@@ -21,6 +21,7 @@ from sparsedp.errors import SparseDPError
 REPETITIONS, CANARIES, REFERENCES = (1, 2, 3, 4, 5, 10, 20, 50, 100), 50, 16_384
 # From here on a fitted law's tail is not to be relied on: the largest gap between the law and the references, and the shape
 # beyond which its skewness no longer grows, but the law gets an edge, below which exposures are without measure.
+_MOST = 10_000_000  # canaries and references: more take too long to make
 _POOR_FIT, _EDGE = 0.05, 50.0
 _CHANCE = 0.01  # p-value from which on nothing is seen
 
@@ -101,6 +102,11 @@ def planned_repetitions(
         raise SparseDPError(f"There must be at least one canary for each number of repetitions, not {canaries}.")
     if references < LEAST_REFERENCES:
         raise SparseDPError(f"There must be at least {LEAST_REFERENCES} references to compare with, not {references}.")
+    together = canaries * len(repetitions) + references
+    if together > _MOST:
+        raise SparseDPError(
+            f"{together:,} canaries and references are too many to be made one by one: at most {_MOST:,} in all."
+        )
     return tuple(np.repeat([*repetitions, 0], [*[canaries] * len(repetitions), references]).tolist())
 
 

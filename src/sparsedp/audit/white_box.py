@@ -245,4 +245,4 @@ def _seed(key: RandomKey, number: int) -> int:
 
 
 def _named(on: Place, rows: int) -> str:
-    return "the dense parameter" if on == "dense" else f"{rows} row(s) of a table"
+    return "the dense parameter" if on == "dense" else "one row of a table" if rows == 1 else f"{rows} rows of a table"

@@ -22,8 +22,8 @@ try:
     from sklearn.utils.validation import check_is_fitted, validate_data
 except ImportError as error:
     raise ImportError(
-        "sparsedp.convex's estimators need scikit-learn: pip install 'sparsedp[convex]'. "
-        "sparsedp.convex.output_perturbation does without."
+        "sparsedp.convex's estimators need scikit-learn: pip install 'sparsedp[convex]' (in a checkout: pip install "
+        "-c constraints.txt -e '.[convex]'). sparsedp.convex.output_perturbation does without."
     ) from error
 
 from sparsedp.accounting.events import require_count, require_number

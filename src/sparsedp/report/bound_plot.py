@@ -23,8 +23,9 @@ def bound_plot(audits: Sequence[EpsilonAudit]) -> Figure:
         bins = np.linspace(low, high if high > low else low + 1, 41)
         for values, color, name in ((audit.out_scores, _OUT, "out"), (audit.in_scores, _IN, "in")):
             panel.hist(np.clip(values, bins[0], bins[-1]), bins, color=color, alpha=0.5, label=f"{len(values)} {name}")
-        claimed = f"{audit.claimed:.3g}" if math.isfinite(audit.claimed) else "no epsilon"
-        panel.set_title(f"at least {audit.bound:.3g} shown, {claimed} claimed\n{audit.attack}", fontsize=8)
+        claimed = f"{audit.claimed:.3g}" if math.isfinite(audit.claimed) else "none"
+        panel.set_title(f"epsilon: at least {audit.bound:.3g} shown, {claimed} claimed\n{audit.attack}", fontsize=8)
         panel.set_xlabel("score: higher, more likely in")
+        panel.set_ylabel("canaries")
         panel.legend(fontsize=8)
     return figure

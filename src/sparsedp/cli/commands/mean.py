@@ -56,6 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.to is not None and args.to.suffix != ".npy":
         raise ConfigError(f"--to {args.to}: the mean is written as a .npy file")
+    if args.to is not None and not args.to.absolute().parent.is_dir():
+        raise ConfigError(f"--to {args.to}: the folder {args.to.parent} does not exist")
     answer = private_mean(
         load_rows(args.file),
         epsilon=args.epsilon,
@@ -90,7 +92,8 @@ def load_rows(path: Path) -> Any:
             return np.load(file, allow_pickle=False)
         except (ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise DataError(
-                f"{path} is neither a sparse matrix that scipy.sparse.save_npz wrote, nor an array of numpy.save: {error}"
+                f"{path} is neither a sparse matrix that scipy.sparse.save_npz wrote, nor an array of numbers of numpy.save "
+                "(.npy, not the .npz of numpy.savez)"
             ) from error
 
 

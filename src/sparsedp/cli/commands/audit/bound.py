@@ -24,7 +24,7 @@ from sparsedp.cli.prepare import Prepared, limit_threads, load_data, make_model,
 from sparsedp.cli.progress import Reporter, draw_progress, make_reporter
 from sparsedp.cli.resume import command_on_run, resumed_config
 from sparsedp.cli.run import load_with_progress, run_training
-from sparsedp.cli.runfolder import RunFolder, default_path, plain
+from sparsedp.cli.runfolder import RunFolder, default_path, plain, refuse_used_folder
 from sparsedp.errors import ConfigError, SparseDPError
 from sparsedp.noise import RandomKey
 from sparsedp.statement import PrivacyStatement
@@ -32,6 +32,7 @@ from sparsedp.statement import PrivacyStatement
 CONTRADICTED, INTERRUPTED = 1, 130
 AUDIT = "bound"
 _COINS = 8  # a purpose of the canaries' key
+_MOST = 100_000  # canaries: the white box's data are as wide as the square root of their number
 
 EPILOG = """examples:
   sparsedp audit bound demo                                  both attacks on the demo's mechanism, data and model
@@ -80,8 +81,10 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=args.json, highlight=False)
     reporter = make_reporter(console, args.quiet)
     probability("significance", args.significance)
-    if args.canaries < 2:
-        raise ConfigError(f"--canaries must be at least 2: some have to be in, and some out; got {args.canaries}")
+    if not 2 <= args.canaries <= _MOST:
+        raise ConfigError(
+            f"--canaries must be at least 2: some have to be in, and some out; and at most {_MOST:,}; got {args.canaries:,}"
+        )
     is_run = Path(args.config).is_dir()
     config = _config_of_run(args) if is_run else load_config(args.config, args.overrides, args.trust)
     if args.show_config:
@@ -92,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
     if is_run:
         audits.append(_audit_run(args, config, RunFolder(Path(args.config)), None))
     else:
+        if args.attack != "white":
+            _refuse_used(folder / "run")
         data = load_with_progress(config, reporter)
         if args.attack != "black":
             audits += _white_box(args, config, data, reporter)
@@ -109,6 +114,17 @@ def run(args: argparse.Namespace) -> int:
         if not args.quiet:
             console.print(f"Written to {folder}", markup=False, soft_wrap=True)
     return CONTRADICTED if any(audit.contradicts for audit in audits) else 0
+
+
+def _refuse_used(run_dir: Path) -> None:
+    """Before the white box takes its time."""
+    try:
+        refuse_used_folder(run_dir)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{run_dir} exists and is not empty: it is of an earlier audit. Name another folder with --out; or go on with its "
+            f"run: sparsedp train --resume {run_dir}, then sparsedp audit {AUDIT} {run_dir}"
+        ) from error
 
 
 def _config_of_run(args: argparse.Namespace) -> Config:

@@ -35,6 +35,7 @@ from sparsedp.cli.runfolder import RunFolder, plain
 from sparsedp.errors import ConfigError
 
 ABOVE_THE_CLAIM, INTERRUPTED = 1, 130
+_EXAMPLES = 24_000  # of which fair coins leave 10,000 non-members, as FPR 0.1 % needs, with all but certainty
 EPILOG = """examples:
   sparsedp audit membership demo                                  a target and 8 shadow models: 9 runs
   sparsedp audit membership demo --shadows 4 --examples 10000     fewer shadow models, fewer examples to attack
@@ -54,10 +55,16 @@ Exit codes: 0 done; 1 more is shown than the claimed epsilon allows; 2 an error;
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add_config_arguments(parser)
-    parser.add_argument("--shadows", type=_shadows, default=8, metavar="K", help="shadow models (default: 8)")
+    parser.add_argument(
+        "--shadows", type=_shadows, default=8, metavar="K", help="shadow models, an even number from 4 on (default: 8)"
+    )
     parser.add_argument("--variant", choices=("online", "offline"), default="online", help="of LiRA (default: online)")
     parser.add_argument(
-        "--examples", type=positive_count, default=20_000, metavar="N", help="units to attack, at most (default: 20000)"
+        "--examples",
+        type=positive_count,
+        default=_EXAMPLES,
+        metavar="N",
+        help=f"units to attack, at most; about half are non-members (default: {_EXAMPLES})",
     )
     parser.add_argument(
         "--audit-dir",
