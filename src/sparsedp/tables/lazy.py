@@ -418,7 +418,11 @@ class LazyOwner(Owner):
                 chosen, sums = rows.index_select(0, together), values.index_select(0, together)
                 with self._moving():
                     claimed = loops.claim(table.since, chosen, group.pending.steps)
-                    assert claimed is not None and len(claimed[0]) == len(chosen), "rows must be settled before a step"
+                    is_settled = claimed is not None and len(claimed[0]) == len(chosen)
+                    # Of a row that waited longer, the noise from before would be lost.
+                    assert is_settled and bool((claimed[1] == group.pending.steps - 1).all()), (
+                        "rows must be settled before a step"
+                    )
                     key, std = self._key().child(_TOUCHED, table.index, now), self._std * step.gw
                     on_all_cores(
                         lambda part: move_rows_by_noise(
