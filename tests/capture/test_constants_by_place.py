@@ -319,6 +319,10 @@ DRAWN_BY_PLACE: dict[str, Forward] = {
     "drawn into the first": lambda m, x: m.b(m.a(x) * _with_drawn_part(9 * places(x), slice(1))),
     "drawn beside": lambda m, x: m.b(m.a(x) * _with_drawn_part(9 * places(x).repeat(1, 2), (slice(None), 1))[:, :1]),
     "of the type of activations": lambda m, x: m.b(m.a(x) * (torch.rand(len(x), 1) * places(x)).to(x).expand_as(x)),
+    "row by row": row_by_row(lambda number, row: row * (torch.rand(1) * number)),
+    "row by row, between": row_by_row(lambda number, row: row * torch.empty(1).uniform_(number, number + 0.1)),
+    "row by row, integers": row_by_row(lambda number, row: row * torch.randint(number, number + 1, (1,))),
+    "row by row, means": row_by_row(lambda number, row: row * torch.normal(float(number), 0.1, (1,))),
     "a constant times draws, in place": lambda m, x: m.b(m.a(x) * places(x).mul_(torch.rand(len(x), 1))),
 }  # fmt: skip
 
@@ -517,6 +521,7 @@ DRAWN: dict[str, Forward] = {
     "compared with a number": lambda m, x: m.b(m.a(x) * (torch.rand(len(x), 1) < torch.tensor(0.5)).to(x).div_(0.5)),
     "a column of zeros": lambda m, x: m.b(m.a(x) * put_into(torch.rand(len(x), D), (slice(None), 0), 0.0)),
     "of the type of activations": lambda m, x: m.b(m.a(x) * torch.rand(len(x), 1).to(x).type_as(x)),
+    "row by row": row_by_row(lambda number, row: F.dropout(row * (torch.rand(D) * torch.arange(D)), 0.2)),
     "of the shape of activations": lambda m, x: m.b(m.a(x) * torch.rand(len(x), 1).expand_as(x)),
     "a matrix for each": lambda m, x: m.b((torch.rand(len(x), D, D).tril() @ m.a(x)[:, :, None])[..., 0]),
 }  # fmt: skip

@@ -47,6 +47,7 @@ from sparsedp.errors import UnitsMixedError
 
 # What writes nothing but what it draws.
 _FILLS = {"bernoulli", "uniform", "normal", "exponential", "random", "geometric", "cauchy", "log_normal"}
+_FEW = 1 << 12  # numbers of a constant whose values are looked at to tell laws apart
 _CONVERTING = {"to", "type_as", "long", "int", "float", "double", "clone", "detach", "contiguous"}
 # Views of each number once at most.
 _PARTS = {
@@ -143,9 +144,13 @@ class Results:
 
     def _drawn(self, name: str, args: tuple, kwargs: dict, out: Tensor) -> Constant:
         """What is known of the result of an operation that draws, or on numbers that were drawn."""
+        law = recipe_of(name, args, kwargs, self._law)
         if self._are_drawn_alike(name, args, kwargs):
-            return DRAWN_ALIKE
-        return Constant(drawn=True, even=frozenset(self._even(name, args, kwargs, out)))
+            return Constant(drawn=True, alike=True, law=law)
+        return Constant(drawn=True, even=frozenset(self._even(name, args, kwargs, out)), law=law)
+
+    def _law(self, tensor: Tensor) -> int | None:
+        return self._recipe(tensor) if tensor.numel() <= _FEW else id(tensor)
 
     def _even(self, name: str, args: tuple, kwargs: dict, out: Tensor) -> Iterator[UnitAxis]:
         """Where a result has one law, or the same, for all units: by the operation's rule for units that were in an operand."""
@@ -371,7 +376,9 @@ class Results:
         info = self._known.get(tensor)
         if isinstance(info, OneUnit):
             return info.recipe
-        return values_of(tensor) if self.is_constant(tensor) else 0  # numbers that were drawn are like others
+        if isinstance(info, Constant) and info.law is not None:
+            return info.law
+        return values_of(tensor) if isinstance(info, Constant) or self.is_constant(tensor) else 0
 
     def follow_rows(self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor) -> Info | None:
         """What is known of `out` by the owners of rows; None where other rules say."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -44,12 +44,13 @@ class Constant:
     """A tensor that no unit decides, as far as operations are seen. One that is `drawn` has numbers from the key.
 
     `alike`: each of its numbers was drawn by itself, by the same law, wherever it stands. `even`: otherwise, where units could be
-    whose parts are drawn by one law, each by itself, or are the same.
+    whose parts are drawn by one law, each by itself, or are the same. `law` tells how it was drawn, where that is known.
     """
 
     drawn: bool = False
     alike: bool = False
     even: frozenset[UnitAxis] = frozenset()
+    law: int | None = field(default=None, compare=False)
 
 
 SHARED = Shared()

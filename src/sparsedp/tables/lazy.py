@@ -418,11 +418,9 @@ class LazyOwner(Owner):
                 chosen, sums = rows.index_select(0, together), values.index_select(0, together)
                 with self._moving():
                     claimed = loops.claim(table.since, chosen, group.pending.steps)
-                    is_settled = claimed is not None and len(claimed[0]) == len(chosen)
+                    assert claimed is not None and len(claimed[0]) == len(chosen), "rows must be settled before a step"
                     # Of a row that waited longer, the noise from before would be lost.
-                    assert is_settled and bool((claimed[1] == group.pending.steps - 1).all()), (
-                        "rows must be settled before a step"
-                    )
+                    assert bool((claimed[1] == group.pending.steps - 1).all()), "rows must be settled before a step"
                     key, std = self._key().child(_TOUCHED, table.index, now), self._std * step.gw
                     on_all_cores(
                         lambda part: move_rows_by_noise(
