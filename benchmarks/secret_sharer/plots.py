@@ -45,19 +45,20 @@ def tradeoff_plot(rows: Sequence[Row]) -> Figure:
     """Precision@10 against the median exposure at the fewest and at the two largest numbers of repetitions."""
     entries = rows[0].result.exposures
     places = (0, -2, -1)
+    markers = dict(zip(sorted({f"{row.noise_multiplier:.2g}" for row in rows}), "*ovsD^Pp"))
     figure = Figure(figsize=(11, 4), layout="constrained")
     panels = figure.subplots(1, len(places), sharey=True)
     for panel, place in zip(panels, places):
         for row in rows:
             x, y = row.result.exposures[place].extrapolated.median, row.precision["10"]
-            panel.scatter(x, y, color=_COLORS[row.mechanism], s=25)
-            text = f"{row.noise_multiplier:.2g}" if row.noise_multiplier else ""
-            panel.annotate(text, (x, y), fontsize=6, xytext=(3, 3), textcoords="offset points")
+            panel.scatter(x, y, color=_COLORS[row.mechanism], marker=markers[f"{row.noise_multiplier:.2g}"], s=30)
         panel.set_title(f"{entries[place].repetitions} times in the data", fontsize=9)
         panel.set_xlabel("median exposure by extrapolation [bits]")
         panel.grid(alpha=0.25)
     panels[0].set_ylabel("precision@10")
     for name, color in _COLORS.items():
-        panels[-1].scatter([], [], color=color, label=name)
-    panels[-1].legend(fontsize=7)
+        panels[-1].plot([], [], color=color, linewidth=4, label=name)
+    for noise, marker in markers.items():
+        panels[-1].scatter([], [], color="grey", marker=marker, label=f"noise {noise}")
+    figure.legend(fontsize=7, loc="outside right upper")
     return figure
