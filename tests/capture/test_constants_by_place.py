@@ -323,6 +323,9 @@ DRAWN_BY_PLACE: dict[str, Forward] = {
     "row by row, between": row_by_row(lambda number, row: row * torch.empty(1).uniform_(number, number + 0.1)),
     "row by row, integers": row_by_row(lambda number, row: row * torch.randint(number, number + 1, (1,))),
     "row by row, means": row_by_row(lambda number, row: row * torch.normal(float(number), 0.1, (1,))),
+    "written by a mask": lambda m, x: m.b(
+        m.a(x) * put_into(torch.ones(len(x), 1), torch.rand(len(x), 1) < torch.linspace(0, 1, len(x))[:, None], 0.0)
+    ),
     "a constant times draws, in place": lambda m, x: m.b(m.a(x) * places(x).mul_(torch.rand(len(x), 1))),
 }  # fmt: skip
 

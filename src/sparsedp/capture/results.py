@@ -114,7 +114,9 @@ class Results:
         axes = self.unit_axes(target)
         if self.is_by_units(index):  # a mask that is drawn has one law
             is_placed = is_tensor and value.ndim > 0 and not is_alike
-            return Constant(drawn=True, even=frozenset(() if is_placed else axes))
+            masks = operands_of((index,), {})
+            even = [axis for axis in axes if all(self.is_alike(mask, axis, units) for mask in masks)]
+            return Constant(drawn=True, even=frozenset(() if is_placed else even))
         even = [axis for axis in axes if writes_alike(target, index, 1 if is_alike else value, axis, units)]
         if is_tensor and isinstance(info, Constant) and info.drawn and not is_alike:
             even = [axis for axis in even if axis.shifted(value.ndim - target.ndim) in info.even]
