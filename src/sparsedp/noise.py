@@ -312,8 +312,9 @@ def move_rows_by_noise(
         row_noise.move_rows(target, places, factor, std, added, step, grid, key.stream(), numbers)
         torch.autograd.graph.increment_version(table)
         return
-    moved = factor * table[rows].double() + std * _wide_normals(key, rows + first, table)
-    table[rows] = round_to(moved + step * values.double().view_as(moved), grid).to(table)
+    wide = table[rows].double()
+    noisy = std * _wide_normals(key, rows + first, table) + step * values.double().view_as(wide)
+    table[rows] = round_to(factor * wide + noisy, grid).to(table)
 
 
 def _wide_normals(key: RandomKey, rows: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

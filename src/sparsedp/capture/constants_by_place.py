@@ -299,6 +299,19 @@ def is_part_alike(part: Tensor, whole: Tensor, axis: UnitAxis, units: int, value
     return True
 
 
+def without_part(whole: Tensor, part: Tensor) -> Tensor | None:
+    """A copy of `whole` with zeros where it has memory of `part`; None if that cannot be told."""
+    start = min(part.storage_offset(), whole.storage_offset())
+    size = max(_end(tensor) - start for tensor in (part, whole))
+    if size > _MAX_NUMBERED or part.dtype != whole.dtype:
+        return None
+    memory = torch.zeros(size, dtype=whole.dtype)
+    copy = memory.as_strided(whole.shape, whole.stride(), whole.storage_offset() - start)
+    copy.copy_(whole.detach())
+    memory.as_strided(part.shape, part.stride(), part.storage_offset() - start).zero_()
+    return copy
+
+
 def written_values(name: str, args: tuple, part: Tensor, constants: list[Tensor]) -> list[Tensor] | None:
     """What an operation that changes `part` in place writes there, or where: each of its shape. None if that cannot be told."""
     one = torch.ones((), dtype=torch.float64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from sparsedp.capture.constants_by_place import (
     recipe_of,
     recipe_of_part,
     values_of,
+    without_part,
     writes_alike,
     written_values,
 )
@@ -31,6 +32,7 @@ from sparsedp.capture.history import HiddenHistory
 from sparsedp.capture.module_state import ModuleState
 from sparsedp.capture.names import all_tensors, operands_of
 from sparsedp.capture.ops.elementwise import POINTWISE
+from sparsedp.capture.ops.indexing import is_advanced
 from sparsedp.capture.ops.lookups import OTHER_ORDER, moved_ids, public_ids
 from sparsedp.capture.ops.losses import LOSSES
 from sparsedp.capture.ops.registry import AXIS_RULES, JOINT, Call, plain_name
@@ -38,13 +40,20 @@ from sparsedp.capture.ops.shape import SHAPE_ONLY
 from sparsedp.capture.owned_rows import LOST, follow_rows, rows_made
 from sparsedp.capture.places import Origins
 from sparsedp.capture.tape import Tape
-from sparsedp.capture.tensors import CONSTANT, DRAWN, DRAWN_ALIKE, SHARED, Constant, Derived, KnownTensors, memory_of
+from sparsedp.capture.tensors import CONSTANT, DRAWN_ALIKE, SHARED, Constant, Derived, KnownTensors, memory_of
 from sparsedp.capture.unit_memory import UnitMemory
 from sparsedp.capture.units import Info, Mixed, OneUnit, UnitAxis, UnitData, WholeBatch
 from sparsedp.errors import UnitsMixedError
 
 # What writes nothing but what it draws.
 _FILLS = {"bernoulli", "uniform", "normal", "exponential", "random", "geometric", "cauchy", "log_normal"}
+_FEW = 1 << 12  # numbers of a constant whose values are looked at to tell laws apart
+_CONVERTING = {"to", "type_as", "long", "int", "float", "double", "clone", "detach", "contiguous"}
+# Views of each number once at most.
+_PARTS = {
+    "view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "t", "unsqueeze", "squeeze", "select",
+    "narrow", "chunk", "split", "unbind",
+}  # fmt: skip
 
 
 class Results:
@@ -70,60 +79,104 @@ class Results:
             if known.get(tensor) is None and id(tensor) not in known.private:
                 known[tensor] = self._drawn(name, args, kwargs, tensor) if drawn else CONSTANT
 
-    def note_drawn(self, name: str, args: tuple, kwargs: dict, target: Tensor) -> None:
-        """After numbers from the key, or what is made of them, were written into a constant."""
-        kind = self._drawn(plain_name(name), args[1:] if plain_name(name) in _FILLS else args, kwargs, target)
+    def note_drawn(
+        self, name: str, args: tuple, kwargs: dict, target: Tensor, before: Collection[UnitAxis] | None
+    ) -> None:
+        """After numbers from the key, or what is made of them, were written into a constant.
+
+        `before`: where units could be in it, and found the same or one law; None: nothing is left of that.
+        """
+        plain = plain_name(name)
         if name == "setitem":
-            value = args[2] if self.is_constant(args[2]) else 1
-            axes = [(UnitAxis(dim), size) for dim, size in enumerate(target.shape)]
-            if not self.is_by_units(args[1]):  # a mask that is drawn has one law
-                written = {each for each in axes if not writes_alike(target, args[1], value, *each)}
-                kind = Constant(drawn=True, uneven=kind.uneven | written)
-        whole = target if target._base is None else target._base
-        if whole is not target and self.is_constant(whole):
-            self._known[whole] = DRAWN
+            kind = self._written(args[1], args[2], target)
+        elif plain in _FILLS:
+            kind = self._drawn(plain, args[1:], kwargs, target)
+        else:
+            kind = self._drawn(plain, args, kwargs, target)
+        if before is not None and plain not in _FILLS and not kind.alike:
+            kind = Constant(drawn=True, even=kind.even.intersection(before))
+        memory, units = memory_of(target), self._current.units
+        for tensor in list(self._known.tensors()):
+            if tensor is target or memory_of(tensor) != memory or not isinstance(self._known.get(tensor), Constant):
+                continue
+            # Draws that are alike leave a tensor even where they are in the same places of all units.
+            kept = [
+                axis for axis in self._even_axes(tensor, target) if is_part_alike(target, tensor, axis, units, [1.0])
+            ]
+            self._known[tensor] = Constant(drawn=True, even=frozenset(kept if kind.alike else ()))
         self._known[target] = kind
+
+    def _written(self, index: Any, value: Any, target: Tensor) -> Constant:
+        """What is drawn in a target after target[index] = value: where each unit got as much, of one law."""
+        units, is_tensor = self._current.units, isinstance(value, Tensor)
+        info = self._known.get(value) if is_tensor else None
+        is_alike = isinstance(info, Constant) and info.alike
+        axes = self.unit_axes(target)
+        if self.is_by_units(index):  # a mask that is drawn has one law
+            is_placed = is_tensor and value.ndim > 0 and not is_alike
+            masks = operands_of((index,), {})
+            even = [axis for axis in axes if all(self.is_alike(mask, axis, units) for mask in masks)]
+            return Constant(drawn=True, even=frozenset(() if is_placed else even))
+        even = [axis for axis in axes if writes_alike(target, index, 1 if is_alike else value, axis, units)]
+        if is_tensor and isinstance(info, Constant) and info.drawn and not is_alike:
+            even = [axis for axis in even if axis.shifted(value.ndim - target.ndim) in info.even]
+        return Constant(drawn=True, even=frozenset(even))
+
+    def unit_axes(self, tensor: Tensor) -> list[UnitAxis]:
+        """Where units could be in a constant."""
+        units = self._current.units
+        if units < 2:
+            return []
+        inner = {1, *(size // units for size in tensor.shape if size and size % units == 0)}
+        axes = [UnitAxis(dim, each) for dim in range(tensor.ndim) for each in inner]
+        return [axis for axis in axes if axis.fits(tensor.shape, units)]
+
+    def even_axes(self, tensor: Tensor) -> list[UnitAxis]:
+        """Where units could be in a constant, and would find the same, or numbers of one law."""
+        units = self._current.units
+        return [axis for axis in self.unit_axes(tensor) if self.is_alike(tensor, axis, units)]
+
+    def _even_axes(self, tensor: Tensor, written: Tensor) -> list[UnitAxis]:
+        """The same, of what is in it beside a part that was written since."""
+        info = self._known.get(tensor)
+        if isinstance(info, Constant) and info.drawn:
+            return [axis for axis in self.unit_axes(tensor) if info.alike or axis in info.even]
+        rest = without_part(tensor, written)
+        return [] if rest is None else [a for a in self.unit_axes(tensor) if is_same(rest, a, self._current.units)]
 
     def _drawn(self, name: str, args: tuple, kwargs: dict, out: Tensor) -> Constant:
         """What is known of the result of an operation that draws, or on numbers that were drawn."""
+        law = recipe_of(name, args, kwargs, self._law)
         if self._are_drawn_alike(name, args, kwargs):
-            return DRAWN_ALIKE
-        return Constant(drawn=True, uneven=frozenset(self._uneven(name, args, kwargs, out)))
+            return Constant(drawn=True, alike=True, law=law)
+        return Constant(drawn=True, even=frozenset(self._even(name, args, kwargs, out)), law=law)
 
-    def _uneven(self, name: str, args: tuple, kwargs: dict, out: Tensor) -> Iterator[tuple[UnitAxis, int]]:
-        """Where the law differs in a result: where that of an operand, or a constant, does, by the rule of the operation."""
-        rule = AXIS_RULES.get(name)
+    def _law(self, tensor: Tensor) -> int | None:
+        return self._recipe(tensor) if tensor.numel() <= _FEW else id(tensor)
+
+    def _even(self, name: str, args: tuple, kwargs: dict, out: Tensor) -> Iterator[UnitAxis]:
+        """Where a result has one law, or the same, for all units: by the operation's rule for units that were in an operand."""
+        rule, units = AXIS_RULES.get(name), self._current.units
+        if rule is None or units < 2:
+            return
         operands = operands_of(args, kwargs)
         for tensor in operands if name in JOINT else operands[:1]:
-            info = self._known.get(tensor)
-            if rule is None or not self.is_constant(tensor):
-                continue
-            axes = [(UnitAxis(dim), size) for dim, size in enumerate(tensor.shape) if size > 1]
-            if isinstance(info, Constant) and info.drawn:
-                axes = list(info.uneven)
-            for axis, size in axes:
-                moved = rule(Call(name, args, kwargs, out, size), tensor, axis)
-                is_drawn = isinstance(info, Constant) and info.drawn
-                if isinstance(moved, UnitAxis) and (is_drawn or not is_same(tensor, axis, size)):
-                    yield moved, size
+            for axis in self.even_axes(tensor):
+                call = Call(name, args, kwargs, out, units)
+                moved = rule(call, tensor, axis)
+                if isinstance(moved, UnitAxis) and not meets_by_place(call, [(tensor, axis)], moved, self):
+                    yield moved
 
     def _are_drawn_alike(self, name: str, args: tuple, kwargs: dict) -> bool:
         """Whether drawn numbers have one law in all places: drawn without a tensor, or made of such numbers one by one."""
         operands = operands_of(args, kwargs)
         if not operands:
-            return True
-        one_by_one = name in POINTWISE or name in (
-            "to",
-            "long",
-            "int",
-            "float",
-            "double",
-            "clone",
-            "detach",
-            "contiguous",
-        )
+            return name != "randperm"  # whose numbers are not drawn each by itself
         has_arrays = any(isinstance(value, (list, np.ndarray)) for value in (*args, *kwargs.values()))
-        return one_by_one and not has_arrays and all(self._known.get(tensor) == DRAWN_ALIKE for tensor in operands)
+        is_view = name in _PARTS or (name == "getitem" and not any(map(is_advanced, _items(args[1]))))
+        if not is_view and (has_arrays or (name not in POINTWISE and name not in _CONVERTING)):
+            return False
+        return all(self._known.get(tensor) == DRAWN_ALIKE for tensor in operands)
 
     def note(self, name: str, func: Callable, args: tuple, kwargs: dict, data: list[Tensor], out: Any) -> None:
         """Where the units are in the result of an operation on activations, `data`, and inputs that all units share."""
@@ -144,8 +197,13 @@ class Results:
                 data = [args[0]]
             elif known.get(args[0]) is SHARED:
                 data = []
-            else:
-                return  # a constant in the shape of an activation
+            else:  # a constant in the shape, or type, of an activation
+                info = known.get(args[0])
+                if isinstance(info, Constant) and info.drawn:
+                    for tensor in outputs:
+                        even = frozenset(self._even(name, args, kwargs, tensor))
+                        known[tensor] = info if name in _CONVERTING else Constant(drawn=True, even=even)
+                return
         if not data:
             for tensor in outputs:  # made of shared inputs and constants alone
                 known[tensor] = SHARED
@@ -192,15 +250,15 @@ class Results:
         if not isinstance(tensor, Tensor) or tensor.is_nested:
             return False
         info = self._known.get(tensor)
-        is_even = isinstance(info, Constant) and info.drawn and not info.uneven
+        is_even = isinstance(info, Constant) and info.alike
         is_parameter = torch.is_grad_enabled() and self._known.expression(tensor) is not None
         return (info is None or isinstance(info, Constant)) and not is_even and not is_parameter
 
     def is_alike(self, tensor: Tensor, axis: UnitAxis, units: int) -> bool:
         """Whether a constant is the same for all units, which would be at `axis` of it, or drawn by one law."""
         info = self._known.get(tensor)
-        if isinstance(info, Constant) and info.drawn:
-            return (axis, units) not in info.uneven
+        if isinstance(info, Constant) and (info.alike or (axis in info.even and units == self._current.units)):
+            return True
         return is_same(tensor, axis, units)
 
     def is_by_units(self, index: Any) -> bool:
@@ -320,7 +378,9 @@ class Results:
         info = self._known.get(tensor)
         if isinstance(info, OneUnit):
             return info.recipe
-        return values_of(tensor) if self.is_constant(tensor) else 0  # numbers that were drawn are like others
+        if isinstance(info, Constant) and info.law is not None:
+            return info.law
+        return values_of(tensor) if isinstance(info, Constant) or self.is_constant(tensor) else 0
 
     def follow_rows(self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor) -> Info | None:
         """What is known of `out` by the owners of rows; None where other rules say."""
@@ -395,3 +455,7 @@ class Results:
             )
 
         return frozenset(filter(is_alike, range(out.ndim)))
+
+
+def _items(index: Any) -> tuple:
+    return index if isinstance(index, tuple) else (index,)

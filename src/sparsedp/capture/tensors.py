@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,17 +43,18 @@ class Shared:
 class Constant:
     """A tensor that no unit decides, as far as operations are seen. One that is `drawn` has numbers from the key.
 
-    `alike`: each of its numbers was drawn by the same law, wherever it stands. `uneven`: where units would be, and how many, if
-    the law were another for each of them.
+    `alike`: each of its numbers was drawn by itself, by the same law, wherever it stands. `even`: otherwise, where units could be
+    whose parts are drawn by one law, each by itself, or are the same. `law` tells how it was drawn, where that is known.
     """
 
     drawn: bool = False
     alike: bool = False
-    uneven: frozenset[tuple[UnitAxis, int]] = frozenset()
+    even: frozenset[UnitAxis] = frozenset()
+    law: int | None = field(default=None, compare=False)
 
 
 SHARED = Shared()
-CONSTANT, DRAWN, DRAWN_ALIKE = Constant(), Constant(drawn=True), Constant(drawn=True, alike=True)
+CONSTANT, DRAWN_ALIKE = Constant(), Constant(drawn=True, alike=True)
 EARLIER = Mixed("data of an earlier batch")  # until forward() is given it again, as in an evaluation after every step
 
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from sparsedp._torch import functorch_interpreter
-from sparsedp.capture.constants_by_place import is_same
 from sparsedp.capture.expressions import Expression
 from sparsedp.capture.forward_pass import ForwardPass
 from sparsedp.capture.history import HiddenHistory
@@ -67,7 +66,8 @@ class Writes:
         before = self._known.info(target)
         if plain_name(name) in SHAPE_IN_PLACE and isinstance(before, UnitData):
             return self._change_shape(name, func, args, kwargs, target, before)
-        alike = self._axes_alike(name, kwargs, target) if data and self._results.is_constant(target) else None
+        is_looked_at = (data or drawn) and self._results.is_constant(target)
+        alike = self._axes_alike(name, kwargs, target) if is_looked_at else None
         out = func(*args, **kwargs)
         if data:
             after = self._after(name, args, kwargs, target, before, data)
@@ -80,7 +80,7 @@ class Writes:
             if not torch.is_grad_enabled():
                 self._history.add(target, target.grad_fn)
         elif drawn and not shared:
-            self._results.note_drawn(name, args, kwargs, target)
+            self._results.note_drawn(name, args, kwargs, target, alike)
         return out
 
     def _run_with_parameters(
@@ -170,12 +170,9 @@ class Writes:
 
     def _axes_alike(self, name: str, kwargs: dict, target: Tensor) -> list[UnitAxis] | None:
         """Where units may be in a constant that they are about to be written into, and find the same; None: anywhere."""
-        units = self._current.units
-        if kwargs.get("out") is target or name in _OVERWRITING or units < 2 or functorch_interpreter() is not None:
+        if kwargs.get("out") is target or name in _OVERWRITING or self._current.units < 2:
             return None
-        inner = {1, *(size // units for size in target.shape if size and size % units == 0)}
-        axes = [UnitAxis(dim, each) for dim in range(target.ndim) for each in inner]
-        return [axis for axis in axes if axis.fits(target.shape, units) and is_same(target, axis, units)]
+        return None if functorch_interpreter() is not None else self._results.even_axes(target)
 
     def _unless_by_place(
         self, name: str, args: tuple, kwargs: dict, target: Tensor, data: list[Tensor], after: Info,

@@ -217,7 +217,7 @@ def move_rows(table: Tensor, rows: Tensor, values: Tensor, step: float) -> None:
 def rows_beyond(table: Tensor, rows: Tensor, limit: float) -> Tensor:
     """Which of some rows hold a number whose magnitude is `limit` or more, bool (n,)."""
     if compiled(table, rows) and table.is_contiguous():
-        flat = table.numpy().reshape(len(table), -1)
+        flat = table.numpy().reshape(-1, table.shape[1:].numel())
         return torch.from_numpy(_rows_beyond(flat, rows.numpy(), flat.dtype.type(limit)))
     return (table[rows].abs() >= limit).flatten(1).any(1)
 

@@ -274,8 +274,9 @@ def _move_rows(
                 source, angle = radii[lane * drawn :], points[side * second + lane * drawn :]
                 added = values[i * dim + column : i * dim + end]
                 for k in range(len(target)):
-                    noise = std * (float64(source[k]) * float64(angle[k]))
-                    steps[k] = factor * float64(target[k]) + noise + step * float64(added[k])
+                    # Noise and sum first: a table of float64 may be so large that it takes either alone to another number.
+                    noisy = std * (float64(source[k]) * float64(angle[k])) + step * float64(added[k])
+                    steps[k] = factor * float64(target[k]) + noisy
                 for k in range(len(target)):
                     target[k] = grid * np.rint(steps[k])
             block += 1

@@ -419,6 +419,8 @@ class LazyOwner(Owner):
                 with self._moving():
                     claimed = loops.claim(table.since, chosen, group.pending.steps)
                     assert claimed is not None and len(claimed[0]) == len(chosen), "rows must be settled before a step"
+                    # Of a row that waited longer, the noise from before would be lost.
+                    assert bool((claimed[1] == group.pending.steps - 1).all()), "rows must be settled before a step"
                     key, std = self._key().child(_TOUCHED, table.index, now), self._std * step.gw
                     on_all_cores(
                         lambda part: move_rows_by_noise(
