@@ -63,7 +63,7 @@ def test_members_are_trained_on_and_others_are_not(tmp_path: Path) -> None:
         assert abs((coins[one] == coins[other]).mean() - 0.5) < 0.025
     assert (MembershipAudit.open(tmp_path / "audit", config, 4, 1000).coins(0, 10_000) == coins[0]).all()
     assert main(audited(written(tmp_path), tmp_path / "other")) == 0
-    again = MembershipAudit.open(tmp_path / "other", load_config(written(tmp_path)), 4, 20_000)
+    again = MembershipAudit.open(tmp_path / "other", load_config(written(tmp_path)), 4, 24_000)
     for number in range(5):
         plan = json.loads((RunFolder(again.run_dir(number)).release / "plan.json").read_text())
         assert plan["dataset_size"] == again.coins(number, 600).sum()
@@ -107,6 +107,8 @@ def test_an_audit_that_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pyte
 def test_a_model_without_noise_gives_its_members_away(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = CONFIG.replace("noise_multiplier: 2, max_grad_norm: 1", "noise_multiplier: 0, max_grad_norm: 10")
     text = text.replace("epochs: 1", "epochs: 60").replace("lr: 0.1", "lr: 0.3").replace("hidden: 4,", "hidden: 32,")
+    text = text.replace("rows: 600,", "rows: 2400,")
+    assert text.count("2400") == 1
     assert main(audited(written(tmp_path, text), tmp_path / "audit", "--json")) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["epsilon"] in ("infinity", "inf", None) or result["epsilon"] == float("inf")
@@ -119,7 +121,7 @@ def test_a_claim_that_does_not_hold(
     """Losses that tell everything, and a statement that promises a small epsilon: said, and an exit code of its own."""
     config, folder = written(tmp_path), tmp_path / "audit"
     assert main(audited(config, folder)) == 0
-    audit = MembershipAudit.open(folder, load_config(config), 4, 20_000)
+    audit = MembershipAudit.open(folder, load_config(config), 4, 24_000)
     scored = audit.scored(600)
     rng = np.random.default_rng(0)
     for number, name in enumerate(audit.names):
@@ -134,7 +136,7 @@ def test_a_claim_that_does_not_hold(
 
 def test_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, folder = written(tmp_path), tmp_path / "audit"
-    MembershipAudit.open(folder, load_config(config), 4, 20_000)
+    MembershipAudit.open(folder, load_config(config), 4, 24_000)
     for more, message in (
         (["--examples=10"], "another examples"),
         (["--set", "training.epochs=2"], "another config"),
