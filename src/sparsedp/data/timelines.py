@@ -147,7 +147,8 @@ def split_timelines(
     """About `test_share` of the users for testing, with `test_labels` labels each, and the others for training.
 
     A hash of the seed and the user's own name decides where a user belongs, so that adding or removing a user changes nobody
-    else's place. Users with a single item are in neither.
+    else's place. (Where users have no names, their numbers stand for them: then numbers must stay the same.) Users with a single
+    item are in neither.
     """
     if not 0 <= test_share < 1 or test_labels < 1:
         raise ConfigError(
