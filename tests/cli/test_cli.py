@@ -465,7 +465,7 @@ def test_a_changed_plan_is_refused_by_the_checkpoint() -> None:
 
 def interrupted(number: signal.Signals, *changes: str) -> None:
     # Without evaluations: a signal in one of them stops at once, and says nothing of a step.
-    long = ["--set=training.epochs=2000", "--set=data.rows=5000", "--set=training.evaluate_every_epochs=null", *changes]
+    long = ["--set=training.epochs=2000", "--set=data.rows=5000", "--set=training.evaluate_every=null", *changes]
     command = [sys.executable, "-m", "sparsedp.cli.main", "train", "tiny.yaml", "--run-dir", "run", *long]
     source = str(Path(__file__).parents[2] / "src")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
