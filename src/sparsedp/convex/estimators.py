@@ -7,6 +7,7 @@ weigh them: rows are clipped to `bound`, targets of `Ridge` to `target_bound`.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal
@@ -43,7 +44,7 @@ from sparsedp.plan import default_delta
 Method = Literal["output", "sgd", "bias_reduced", "auto"]
 
 
-class _PrivateLinearModel(BaseEstimator):
+class _PrivateLinearModel(BaseEstimator, ABC):
     """What the estimators share. The parameters are those of `LogisticRegression`."""
 
     epsilon: float
@@ -65,8 +66,9 @@ class _PrivateLinearModel(BaseEstimator):
     coef_: np.ndarray
     intercept_: np.ndarray | float
 
+    @abstractmethod
     def _loss(self) -> Loss:
-        raise NotImplementedError
+        """Of one row."""
 
     def _fit(self, rows: csr_array, targets: np.ndarray) -> np.ndarray:
         """Weights (k, d + 1), the last of each that of the constant column, for targets (n, k)."""
