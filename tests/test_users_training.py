@@ -135,7 +135,7 @@ def test_counts_are_of_users(clip: float | None, limit: int | None) -> None:
         counted.append(found)
     torch.testing.assert_close(*counted)
     ids, users = loader.dataset.tensors[0].numpy(), loader.dataset.users
-    examples, sizes = loader.counted(np.arange(12))
+    ((examples, sizes),) = loader.counted_users(np.arange(12))
     assert sizes.tolist() == [min((users == u).sum(), limit or 100) for u in range(12)]
     wanted = np.zeros(50)
     for user in range(12):

@@ -6,6 +6,9 @@ are needed.)
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
@@ -25,6 +28,7 @@ __all__ = [
     "StorageWeakRef",
     "compiler_callback",
     "current_backward",
+    "default_store",
     "float32_precision",
     "function_mode_at",
     "function_mode_count",
@@ -38,6 +42,7 @@ __all__ = [
     "optimizer_pre_hooks",
     "preserved_version",
     "saved_tensor_hooks",
+    "set_timeout",
     "will_run",
     "without_functions",
     "without_subclasses",
@@ -62,6 +67,16 @@ is_tracing = torch._C._is_tracing
 is_any_autocast_enabled = torch._C._is_any_autocast_enabled  # on whatever device
 # In which precision a backend multiplies float32 numbers: "none" (nothing was asked for), "ieee", "tf32" or "bf16".
 float32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)  # None before torch 2.9
+
+
+def default_store() -> Any:
+    """What the processes of the default process group share numbers and texts through."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def set_timeout(group: Any, timeout: timedelta) -> None:
+    """How long the processes of a group wait for each other."""
+    torch.distributed.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def pad_packed(data: torch.Tensor, batch_sizes: torch.Tensor) -> torch.Tensor:

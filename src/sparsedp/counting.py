@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 from sparsedp.capture import Capture, Captured, RowSpace
 from sparsedp.contribution import Contribution
 from sparsedp.fallback import real_ids
-from sparsedp.sampling import BatchInfo, PrivateLoader, owners_of, whole_users
+from sparsedp.sampling import BatchInfo, PrivateLoader, owners_of
 
 _CHUNK = 8192  # examples in one forward pass, at most
 
@@ -97,33 +97,42 @@ def captured_forwards(
     data = loader.dataset
     infos: Iterable[BatchInfo]
     if loader.users is None:
+        indices, largest = loader.counted_examples(indices)
         data = data if indices is None else Subset(data, indices.tolist())
         size: int = len(data)  # type: ignore[arg-type]
-        most = min(most, size)
+        most = min(most, largest)
         how: dict[str, Any] = {"batch_size": most}
-        count = math.ceil(size / most)
+        count = math.ceil(largest / most)
         sizes = (min(most, size - first) for first in range(0, size, most))
         infos = (BatchInfo(n, n, True, True, 0) for n in sizes)
     else:
-        parts = list(_of_users(loader, np.arange(loader.dataset_size) if indices is None else indices, most))
-        how = {"batch_sampler": (examples.tolist() for examples, _ in parts)}
-        infos = (BatchInfo(len(sizes), len(sizes), True, True, 0, owners=owners_of(sizes)) for _, sizes in parts)
-        count = len(parts)
-    batches = loader.counting(data, **how)
+        users = np.arange(loader.dataset_size) if indices is None else indices
+        parts = loader.counted_users(users, most)
+        count, parts = len(parts), [part for part in parts if len(part[0])]
+        how = {"batch_sampler": [examples.tolist() for examples, _ in parts]}
+        infos = (
+            BatchInfo(len(sizes), len(sizes), True, True, 0, owners=owners_of(sizes))
+            for _, sizes in parts
+            if sizes is not None
+        )
+    batches = zip(loader.counting(data, **how), infos)
     with loader.progress("counting rows", count) as advance:
-        for batch, info in zip(batches, infos):
-            args, kwargs = _arguments(batch, inputs)
-            info = replace(info, unit_axes=loader.layout.unit_axes_of(batch))
-            yield capture.capture_forward_only(lambda args=args, kwargs=kwargs: module(*args, **kwargs), info)  # type: ignore[misc]
+        for _ in range(count):
+            batch, info = next(batches, (None, None))
+            if info is None:  # other processes have more: their forward passes wait for this one's
+                _forward(module, capture, loader, loader.stand_in(), inputs, BatchInfo(1, 1, True, True, 0))
+            else:
+                yield _forward(module, capture, loader, batch, inputs, info)
             advance(1)
 
 
-def _of_users(loader: PrivateLoader, users: np.ndarray, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Some users at a time, with at most `most` examples or one user alone: their examples, and how many each has."""
-    examples, sizes = loader.counted(users)
-    ends = np.cumsum(sizes)
-    for part in whole_users(sizes, most):
-        yield examples[ends[part.start] - sizes[part.start] : ends[part.stop - 1]], sizes[part]
+def _forward(
+    module: nn.Module, capture: Capture, loader: PrivateLoader, batch: Any, inputs: Callable[[Any], Any] | None,
+    info: BatchInfo,
+) -> Captured:  # fmt: skip
+    args, kwargs = _arguments(batch, inputs)
+    info = replace(info, unit_axes=loader.layout.unit_axes_of(batch))
+    return capture.capture_forward_only(lambda: module(*args, **kwargs), info)
 
 
 def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple, dict]:

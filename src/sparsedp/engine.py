@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from sparsedp.accounting.ledger import Ledger
 from sparsedp.accounting.registry import find_accountant
 from sparsedp.capture import Capture, Draws, PublicInputs
 from sparsedp.check import CheckReport
+from sparsedp.distributed.training import Together, together, unwrapped
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.fallback import fallback_tables
 from sparsedp.fused import replace_fused, restore_fused
@@ -50,6 +52,8 @@ class PrivacyEngine:
     With a `ledger_key`, a secret of at least 16 bytes or the path of a file that holds one (and is made if there is none),
     checkpoints are signed: one that was edited, or that was written on data in other periods or of other users, is refused.
 
+    Where several processes train together (`docs/distributed.md`), they wait for each other for at most `rank_timeout` seconds.
+
     `progress` (`sparsedp.progress.Progress`) is told how far the tasks are that may take long: counting the data, and settling a
     large table.
     """
@@ -62,6 +66,7 @@ class PrivacyEngine:
         allow_large_delta: bool = False,
         ledger_key: bytes | str | os.PathLike[str] | None = None,
         progress: Progress = no_progress,
+        rank_timeout: float = 60.0,
     ) -> None:
         self.accountant = find_accountant(accountant).name
         self.ledger = Ledger()
@@ -69,6 +74,7 @@ class PrivacyEngine:
         self._allow_large_delta = allow_large_delta
         self._signing_key = None if ledger_key is None else read_key(ledger_key)
         self._progress = progress
+        self._rank_timeout = timedelta(seconds=rank_timeout)
         self._resumed = False  # whether a checkpoint was loaded
         self._key = RandomKey.from_os() if seed is None else RandomKey.from_seed(seed)
         self._plan: PrivacyPlan | None = None
@@ -81,6 +87,7 @@ class PrivacyEngine:
         self._lineage = checkpoint.Lineage()  # the checkpoints that were written or read here
         self._capture: Capture | None = None
         self._recurrent: list[nn.Module] = []  # layers of torch that run as ours
+        self._run: Together | None = None  # of several processes; None: this one trains alone
 
     # ------------------------------------------------------------------ making things private
 
@@ -100,9 +107,9 @@ class PrivacyEngine:
         clips without noise: no privacy, and the statement says so. `settings` are those of `sparsedp.settings`.
         """
         read = read_settings(settings, "make_private")
-        with self._replaced(module, read[1]):
-            plan, loader = self._prepare(module, optimizer, data_loader, noise_multiplier, *read)
-            return self._install(plan, module, optimizer, loader)
+        with self._replaced(module, optimizer, read[1]) as inner:
+            plan, loader = self._prepare(inner, optimizer, data_loader, noise_multiplier, *read)
+            return module, *self._install(plan, inner, optimizer, loader)
 
     @takes_settings
     def make_private_with_epsilon(
@@ -120,20 +127,27 @@ class PrivacyEngine:
         if not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"epochs must be a whole number of at least 1, not {epochs!r}")
         read = read_settings(settings, "make_private_with_epsilon")
-        with self._replaced(module, read[1]):
-            plan, loader = self._prepare(module, optimizer, data_loader, 1.0, *read)
+        with self._replaced(module, optimizer, read[1]) as inner:
+            plan, loader = self._prepare(inner, optimizer, data_loader, 1.0, *read)
             require_delta(target_delta, plan.dataset_size, self._allow_large_delta)
             plan = plan.calibrated(
                 target_epsilon=target_epsilon, target_delta=target_delta, steps=epochs * loader.steps_per_epoch
             )
-            return self._install(plan, module, optimizer, loader)
+            return module, *self._install(plan, inner, optimizer, loader)
 
     @contextmanager
-    def _replaced(self, module: nn.Module, execution: ExecutionSettings) -> Iterator[None]:
-        """Lets torch's recurrent layers run as ours, if that is wanted; not if what happens inside fails."""
-        layers = replace_fused(module) if execution.replace_recurrent else []
+    def _replaced(self, module: nn.Module, optimizer: Optimizer, execution: ExecutionSettings) -> Iterator[nn.Module]:
+        """The module to train, of which parts run as others; not if what happens inside fails.
+
+        torch's recurrent layers run as ours, if that is wanted, and images stand for TorchRec's sharded collections.
+        """
+        inner = unwrapped(module)
+        layers = replace_fused(inner) if execution.replace_recurrent else []
         try:
-            yield
+            with together(inner, optimizer, self._rank_timeout) as run:
+                if run is not None and self._run is None:
+                    self._run, self._key = run, run.share_key(self._key)
+                yield inner
         except BaseException:
             restore_fused(layers)
             raise
@@ -150,8 +164,8 @@ class PrivacyEngine:
             raise UnsupportedError("The optimizer is private already.")
         refuse_module(module)
         warn_of_compiled_parts(module)
-        refuse_optimizer(optimizer, module, settings.mechanism)
-        parameters = private_parameters(module, optimizer)
+        refuse_optimizer(optimizer, module, settings.mechanism, self._held())
+        parameters = private_parameters(module, optimizer, self._held())
         trained = {name for name, p in parameters.items() if p.requires_grad}
         settings.mechanism.refuse_tables(find_tables(module) & trained)
         loader = PrivateLoader(
@@ -163,6 +177,7 @@ class PrivacyEngine:
             users=settings.users_of(data_loader.dataset),
             public_inputs=settings.public_inputs,
             progress=self._progress,
+            share=None if self._run is None else self._run.share(),
         )
         plan = PrivacyPlan.of(
             settings,
@@ -176,16 +191,19 @@ class PrivacyEngine:
 
     def _install(
         self, plan: PrivacyPlan, module: nn.Module, optimizer: Optimizer, loader: PrivateLoader
-    ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
-        parameters = private_parameters(module, optimizer)
+    ) -> tuple[PrivateOptimizer, PrivateLoader]:
+        parameters, run = private_parameters(module, optimizer, self._held()), self._run
         public = PublicInputs(plan.public_inputs, loader.layout.constant_tensors)
         generator = self._key.child(_FUNCTIONS).generator()
         capture = Capture(module, parameters, lambda: loader.current, self._draws(), public, generator)
         tables = table_specs(parameters, find_tables(module))
+        ranks = None
+        if run is not None:
+            ranks = run.begin(plan, module, tables)
         noise = GaussianNoise(self._key.child(_NOISE))
         preparation = Preparation(
             plan, module, capture, loader, self.ledger,
-            tables=lambda: private.private_step.trained_tables(), key=lambda: private.noise.key,
+            tables=lambda: private.private_step.trained_tables(), key=lambda: private.noise.key, ranks=ranks,
         )  # fmt: skip
         if plan.stream is not None:
             self.ledger.composition = plan.stream.composition
@@ -200,6 +218,8 @@ class PrivacyEngine:
             ledger=self.ledger,
             current_batch=lambda: loader.current,
             preparation=preparation,
+            ranks=ranks,
+            held=None if run is None else run.held_parameters(parameters),
         )
         private.private_step.progress = self._progress
         for parameter in parameters.values():
@@ -211,9 +231,15 @@ class PrivacyEngine:
             capture.detach()
             raise
         capture.before_read = private.owner.attach()
+        if run is not None and ranks is not None:
+            run.settle_before_reads(private.owner, ranks, tables)
         self._capture = capture
         self._plan, self._module, self._optimizer, self._loader = plan, module, private, loader
-        return module, private, loader
+        return private, loader
+
+    def _held(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that the optimizer has in place of those of the module: this process's shards of tables."""
+        return {} if self._run is None else self._run.held
 
     def _draws(self) -> Draws:
         """The random numbers of forward passes, such as dropout's masks: others in every step."""
@@ -231,6 +257,8 @@ class PrivacyEngine:
         if self._module is not None:
             leaving.unwatch(self._module)
         restore_fused(self._recurrent)
+        if self._run is not None:
+            self._run.close()
 
     def settle(self) -> None:
         """Gives every row the noise that LazyDP still owes it. Whatever lets weights out does this by itself."""
@@ -388,7 +416,7 @@ class PrivacyEngine:
             self._notes += [note for note in state.notes if note not in self._notes]
             if not self._key.seeded:
                 # Going back to an earlier step with the same key would put the same noise on another gradient.
-                self._key = RandomKey.from_os()
+                self._key = RandomKey.from_os() if self._run is None else self._run.share_key(RandomKey.from_os())
                 optimizer.noise.key = self._key.child(_NOISE)
                 loader.rekey(self._key.child(_SAMPLING))
             self._capture.draws = self._draws()

@@ -125,6 +125,10 @@ class NonFiniteGradientError(SparseDPError):
     """A unit's gradient is NaN or infinite; the step was not taken."""
 
 
+class RankLostError(SparseDPError):
+    """A process of a run of several did not answer."""
+
+
 class ConfigError(SparseDPError):
     """A configuration has an unknown key, a wrong type or an impossible value."""
 

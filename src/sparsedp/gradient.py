@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsedp.capture import Captured, RowSpace, TouchedRows
+from sparsedp.capture import Captured, RowSpace, RowSparse, TouchedRows
 from sparsedp.kernels.loops import find
 from sparsedp.noise import Sums, zero_others
+from sparsedp.tables import Shard
+
+_NO_ROWS = torch.empty(0, dtype=torch.long)
+_NO_SHARDS: Mapping[str, Shard] = MappingProxyType({})
+_NO_WIDTHS: Mapping[str, int] = MappingProxyType({})
 
 
 class NoisyGradient:
@@ -28,12 +35,16 @@ class NoisyGradient:
         selection: Mapping[str, Tensor] | None,
         dense: dict[str, Tensor],
         noise_on_rows: bool = True,
+        shards: Mapping[str, Shard] = _NO_SHARDS,
+        widths: Mapping[str, int] = _NO_WIDTHS,
     ) -> None:
         """`dense` keeps the buffers of parameters that change as a whole from step to step.
 
-        Without `noise_on_rows`, selected rows get no noise here: LazyDP gives it to them later.
+        Without `noise_on_rows`, selected rows get no noise here: LazyDP gives it to them later. `shards` are those of tables of
+        which `parameters` has a part alone, and `widths` how many columns these tables have. A parameter without memory (on "meta") is a table that is elsewhere.
         """
         self.space = space
+        self._shards, self._widths = shards, widths
         self.selection = selection
         self.values: dict[str, Tensor] = {}
         self.public: dict[str, Tensor] = {}  # of tables with a selection: what all rows get, which no unit decides
@@ -51,7 +62,8 @@ class NoisyGradient:
         alike: dict[tuple[torch.dtype, torch.device], dict[str, tuple[int, ...]]] = {}
         for name, numbers in rows.items():
             parameter = parameters[name]
-            shapes = alike.setdefault((parameter.dtype, parameter.device), {})
+            device = torch.device("cpu") if parameter.is_meta else parameter.device
+            shapes = alike.setdefault((parameter.dtype, device), {})
             shapes[name] = (numbers.numel(), *parameter.shape[1:])
         for (dtype, device), shapes in alike.items():
             sizes = [math.prod(shape) for shape in shapes.values()]
@@ -62,9 +74,43 @@ class NoisyGradient:
     @property
     def sums(self) -> dict[int, Sums]:
         """What noise is to be added to, when all physical batches have been added, each under an index of its own."""
-        dense = {i: Sums(self.values[name], self._held.get(name, _NO_ROWS)) for name, i in self._index.items()}
+        dense = {
+            i: Sums(self.values[name], self._held.get(name, _NO_ROWS), **self._shard_of(name, with_first=True))
+            for name, i in self._index.items()
+        }
         rows = self.selection or {}
-        return dense | {i: Sums(self.values[name], numbers=rows[name]) for name, i in self._selected.items()}
+        return dense | {
+            i: Sums(self.values[name], numbers=rows[name], **self._shard_of(name)) for name, i in self._selected.items()
+        }
+
+    def _shard_of(self, name: str, with_first: bool = False) -> dict[str, Any]:
+        """Which columns of a table there are, and with which row they begin, for `Sums`; nothing for a whole table."""
+        if name not in self._shards:
+            return {}
+        shard, width = self._shards[name], self._widths[name]
+        where: dict[str, Any] = {"first": shard.rows.start} if with_first else {}
+        return where if len(shard.columns) == width else {**where, "columns": shard.columns, "width": width}
+
+    def whole(self, name: str) -> Tensor:
+        """The sums of a parameter that changes as a whole, with zeros where there are none."""
+        self._hold(name, None)
+        return self.values[name]
+
+    def put(self, name: str, values: Tensor) -> None:
+        """Sums of a parameter that changes as a whole, which others have added up."""
+        self.values[name].copy_(values)
+        self._held[name] = None
+
+    def put_rows(self, name: str, sums: RowSparse) -> None:
+        """Sums of rows of a table, by their numbers in the whole table, which others have added up."""
+        if name not in self._index:
+            assert self.selection is not None
+            self.values[name][find(self.selection[name], sums.rows)] = sums.values
+            return
+        first = self._shards[name].rows.start if name in self._shards else 0
+        places = sums.rows - first
+        self.values[name][places] = sums.values
+        self._held[name] = places
 
     def _hold(self, name: str, rows: Tensor | None) -> None:
         """Sets to zero what is about to get its first sum: some rows (ascending), or with None all of them.
@@ -112,9 +158,6 @@ class NoisyGradient:
                 total = uses.weighted_sum(mine, self._parameters[name].shape)
                 assert isinstance(total, Tensor)  # uses by lookups alone are in `touched`
                 out.add_(total[rows])
-
-
-_NO_ROWS = torch.empty(0, dtype=torch.long)
 
 
 def _kept_buffer(kept: dict[str, Tensor], name: str, parameter: Tensor) -> Tensor:

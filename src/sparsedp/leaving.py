@@ -207,7 +207,12 @@ class _Watched:
         """What `state_dict` gave beside parameters and buffers under their own names, and which of these are missing."""
         standard = _standard(self.module)
         missing = {name: "missing" for name in standard if prefix + name not in state}
-        entries = _under(state, prefix)
+        # A table without memory is elsewhere: its owners settle it, and hand it out.
+        entries = {
+            name: value
+            for name, value in _under(state, prefix).items()
+            if name not in standard or not standard[name].is_meta
+        }
         if not is_part:  # then all of it is this module's
             entries |= {f"{key} (outside of '{prefix}')": state[key] for key in state if not key.startswith(prefix)}
             attributes = vars(state) if hasattr(state, "__dict__") else {}

@@ -77,6 +77,9 @@ class Sums:
     # Of selected rows of a table, all of which hold sums: values[i] is its row numbers[i]. None: it is row first + i.
     numbers: torch.Tensor | None = None
     first: int = 0
+    # The columns that `values` has of a table with `width` columns; None: all.
+    columns: range | None = None
+    width: int = 0
 
 
 class GaussianNoise:
@@ -134,6 +137,9 @@ class GaussianNoise:
             count = drawn.numel()
             if count == 0:
                 continue
+            if sums.columns is not None:
+                _add_by_whole_rows(sums, std, grid, self.key.stream(step, index))
+                continue
             if not _in_place(drawn):
                 drawn = drawn.to("cpu", _drawn_dtype(drawn))
                 copies.append((sums.values, drawn))
@@ -178,6 +184,24 @@ def _additions(sums: Sums, drawn: torch.Tensor, std: float, grid: float, key: np
         )
         for first in range(0, len(values), CHUNK)
     ]
+
+
+def _add_by_whole_rows(sums: Sums, std: float, grid: float, key: np.ndarray) -> None:
+    """Noise on some columns of rows: it is drawn for whole rows, some at a time, of which these columns are kept."""
+    zero_others(sums)
+    columns = slice(sums.columns.start, sums.columns.stop) if sums.columns is not None else slice(None)
+    size = max(1, CHUNK // sums.width)
+
+    def draw(begin: int) -> None:
+        part = sums.values[begin : begin + size]
+        wide = torch.zeros(len(part), sums.width, dtype=_drawn_dtype(part))
+        wide[:, columns] = part
+        numbers = None if sums.numbers is None else sums.numbers[begin : begin + size]
+        for addition in _additions(Sums(wide, numbers=numbers, first=sums.first + begin), wide, std, grid, key):
+            addition()
+        part.copy_(wide[:, columns])
+
+    on_all_cores(draw, range(0, len(sums.values), size))
 
 
 def _drawn_dtype(tensor: torch.Tensor) -> torch.dtype:
@@ -256,40 +280,41 @@ def add_row_normals(
     std: np.ndarray,
     grid: float,
     factor: np.ndarray | None = None,
-    first: int = 0,
+    numbers: torch.Tensor | None = None,
 ) -> None:
     """table[rows[i]] = factor[i] table[rows[i]] + std[i] z, rounded to multiples of `grid`, in place.
 
-    z is what `row_normals` draws for the row `first` + rows[i]; `rows` are distinct; `factor` None: 1.
+    z is what `row_normals` draws for the row numbers[i] (None: rows[i]); `rows` are distinct; `factor` None: 1.
     """
     if _in_place(table):
-        places = rows.numpy()
-        numbers = places + first if first else None
-        row_noise.add_rows(table.view(len(table), -1).numpy(), places, std, grid, key.stream(), factor, numbers)
+        target, names = table.view(len(table), -1).numpy(), None if numbers is None else numbers.numpy()
+        row_noise.add_rows(target, rows.numpy(), std, grid, key.stream(), factor, names)
         torch.autograd.graph.increment_version(table)
         return
+    numbers = rows if numbers is None else numbers
     wide = table[rows].double() * _column(1.0 if factor is None else factor, table)
-    table[rows] = round_to(wide + _wide_normals(key, rows + first, table) * _column(std, table), grid).to(table)
+    table[rows] = round_to(wide + _wide_normals(key, numbers, table) * _column(std, table), grid).to(table)
 
 
 def move_row_pairs(
     keys: tuple[RandomKey, RandomKey], table: torch.Tensor, other: torch.Tensor, rows: torch.Tensor, drift: np.ndarray,
-    std: np.ndarray, grids: tuple[float, float], shift: torch.Tensor | None = None, first: int = 0,
+    std: np.ndarray, grids: tuple[float, float], shift: torch.Tensor | None = None, numbers: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """Rows of two tables of one shape, moved by noise that they share: see `row_noise.move_pairs`.
 
-    The numbers of the rows are `first` + rows.
+    The numbers of the rows are `numbers`; None: `rows`.
     """
     if _in_place(table) and _in_place(other):
         one, two = (tensor.view(len(tensor), -1).numpy() for tensor in (table, other))
         shifts = None if shift is None else shift.reshape(len(rows), -1).numpy()
-        streams, places = (keys[0].stream(), keys[1].stream()), rows.numpy()
-        row_noise.move_pairs(one, two, places, drift, std, shifts, grids, streams, places + first if first else None)
+        streams, names = (keys[0].stream(), keys[1].stream()), None if numbers is None else numbers.numpy()
+        row_noise.move_pairs(one, two, rows.numpy(), drift, std, shifts, grids, streams, names)
         for tensor in (table, other):
             torch.autograd.graph.increment_version(tensor)
         return
+    numbers = rows if numbers is None else numbers
     w, v = table[rows].double(), other[rows].double()
-    z, rest = (_wide_normals(key, rows + first, table) for key in keys)
+    z, rest = (_wide_normals(key, numbers, table) for key in keys)
     z = z if shift is None else z + shift
     ww, wv, vw, vv = (_column(part, table) for part in drift)
     for_table, for_other, alone = (_column(part, table) for part in std)
@@ -299,21 +324,21 @@ def move_row_pairs(
 
 def move_rows_by_noise(
     key: RandomKey, table: torch.Tensor, rows: torch.Tensor, factor: float, std: float, values: torch.Tensor, step: float,
-    grid: float, first: int = 0,
+    grid: float, numbers: torch.Tensor | None = None,
 ) -> None:  # fmt: skip
     """table[rows] = factor table[rows] + std z + step values, rounded as `add_row_normals` rounds, out of exact numbers.
 
-    z is what `row_normals` draws for the rows `first` + rows; `values` are (n, ...), of the table's type. Rounded otherwise, by
-    the same grid, these rows would show: ties between the table's numbers and the grid's fall in another way.
+    z is what `row_normals` draws for the rows `numbers` (None: `rows`); `values` are (n, ...), of the table's type. Rounded
+    otherwise, by the same grid, these rows would show: ties between the table's numbers and the grid's fall in another way.
     """
     if _in_place(table):
-        places, numbers = rows.numpy(), rows.numpy() + first if first else None
         target, added = (tensor.reshape(len(tensor), -1).numpy() for tensor in (table, values))
-        row_noise.move_rows(target, places, factor, std, added, step, grid, key.stream(), numbers)
+        names = None if numbers is None else numbers.numpy()
+        row_noise.move_rows(target, rows.numpy(), factor, std, added, step, grid, key.stream(), names)
         torch.autograd.graph.increment_version(table)
         return
     wide = table[rows].double()
-    noisy = std * _wide_normals(key, rows + first, table) + step * values.double().view_as(wide)
+    noisy = std * _wide_normals(key, rows if numbers is None else numbers, table) + step * values.double().view_as(wide)
     table[rows] = round_to(factor * wide + noisy, grid).to(table)
 
 

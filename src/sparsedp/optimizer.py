@@ -20,7 +20,7 @@ from sparsedp.preparation import Preparation
 from sparsedp.sampling import BatchInfo
 from sparsedp.step import PrivateStep, unguarded
 from sparsedp.step_report import StepReport, TableStep
-from sparsedp.tables import Owner, TableSpec
+from sparsedp.tables import Owner, Ranks, TableSpec
 
 __all__ = ["PrivateOptimizer", "StepReport", "TableStep"]
 
@@ -45,17 +45,21 @@ class PrivateOptimizer(Optimizer):
         ledger: Ledger,
         current_batch: Callable[[], BatchInfo | None],
         preparation: Preparation,
+        ranks: Ranks | None = None,
+        held: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
+        """`ranks` and `held` are as in `PrivateStep`."""
         # Not super().__init__(): it would make parameter groups of its own beside the wrapped optimizer's.
         self.inner = inner
         self.plan = plan
         self.ledger = ledger
         self.preparation = preparation
-        self.private_step = PrivateStep(plan, parameters, tables, inner, noise, ledger, preparation)
+        self.private_step = PrivateStep(plan, parameters, tables, inner, noise, ledger, preparation, ranks, held)
         self.partly_loaded = False  # whether weights are in part those of a checkpoint that is being loaded
         self._parameters = dict(parameters)
         self._module = module
-        self._names = {id(parameter): name for name, parameter in parameters.items()}
+        held = parameters if held is None else held
+        self._names = {id(parameter): name for name, parameter in held.items()}
         self._capture = capture
         self._current_batch = current_batch
         self._stepped: BatchInfo | None = None

@@ -20,7 +20,7 @@ from sparsedp.frequencies import count_lookups
 from sparsedp.noise import PREPARATION, RandomKey
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import PrivateLoader
-from sparsedp.tables import TableSpec, find_tables, table_specs
+from sparsedp.tables import OneRank, Ranks, TableSpec, find_tables, table_specs
 
 _LOOKUP_CHUNK = 256  # examples in a forward pass that counts lookups: it may end with a softmax over all rows
 
@@ -60,9 +60,10 @@ class Preparation:
 
     def __init__(
         self, plan: PrivacyPlan, module: nn.Module, capture: Capture, loader: PrivateLoader, ledger: Ledger,
-        tables: Callable[[], Mapping[str, TableSpec]], key: Callable[[], RandomKey],
+        tables: Callable[[], Mapping[str, TableSpec]], key: Callable[[], RandomKey], ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
-        """`tables()` are those that are trained at present; `key()` is the noise's key."""
+        """`tables()` are those that are trained at present; `key()` is the noise's key. `ranks` each count a part of the data."""
+        self._ranks: Ranks = OneRank() if ranks is None else ranks
         self.state = Prepared()
         self._plan, self._module, self._capture, self._loader, self._ledger = plan, module, capture, loader, ledger
         self._tables, self._key = tables, key
@@ -93,7 +94,9 @@ class Preparation:
     def _count(self, clip: float | None, scope: int | None) -> dict[str, Tensor]:
         tables, inputs = find_tables(self._module), self._plan.mechanism.inputs
         indices = self._loader.indices(scope)
-        return count_rows(self._module, self._capture, self._loader, tables, inputs, clip, indices)
+        counts = count_rows(self._module, self._capture, self._loader, tables, inputs, clip, indices)
+        self._ranks.add_up_dense(list(counts.values()))
+        return counts
 
     def release_frequencies(self) -> dict[str, Tensor]:
         """The frequencies that the plan releases once: the first call counts, charges and draws them."""
@@ -109,6 +112,7 @@ class Preparation:
             tables = table_specs(dict(self._module.named_parameters()), find_tables(self._module))
             uses = captured_forwards(self._module, self._capture, self._loader, release.inputs, chunk=_LOOKUP_CHUNK)
             counts = count_lookups(uses, RowSpace.of(tables), release.clip)
+            self._ranks.add_up_dense(list(counts.values()))
             self._ledger.record(release.event, setup=True)
             drawn = release.draw(counts, self._plan.dataset_size, tables, self._key().child(PREPARATION))
             self.state = Prepared(self.state.rows, self.state.scopes, drawn)

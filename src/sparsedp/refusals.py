@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from sparsedp.fused import is_replaced
 from sparsedp.mechanisms import Mechanism
 from sparsedp.tables import find_tables
 
+_NOTHING_HELD: Mapping[str, nn.Parameter] = MappingProxyType({})
 _RECURRENT = {nn.LSTM: "LSTM", nn.GRU: "GRU", nn.RNN: "RNN"}
 
 
@@ -123,20 +125,26 @@ def _why_not(module: nn.Module) -> str | None:
     return None
 
 
-def private_parameters(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer trains, by their names in the module."""
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
+def private_parameters(
+    module: nn.Module, optimizer: Optimizer, held: Mapping[str, nn.Parameter] = _NOTHING_HELD
+) -> dict[str, nn.Parameter]:
+    """The parameters that the optimizer trains, by their names in the module.
+
+    `held` are those that the optimizer has in place of the module's: shards of tables that the module has no memory of.
+    """
+    of_optimizer = {name: held.get(name, parameter) for name, parameter in module.named_parameters()}
+    names = {id(parameter): name for name, parameter in of_optimizer.items()}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if foreign := sum(1 for parameter in held if id(parameter) not in names):
         raise UnsupportedError(f"{foreign} parameter(s) of the optimizer do not belong to the module.")
     ids = {id(parameter) for parameter in held}
-    missing = [n for n, p in module.named_parameters() if p.requires_grad and id(p) not in ids]
+    missing = [n for n, p in module.named_parameters() if p.requires_grad and id(of_optimizer[n]) not in ids]
     if missing:
         raise UnsupportedError(
             f"Parameter(s) {', '.join(map(repr, missing[:5]))} require a gradient but are not in the optimizer. "
             "Freeze them with requires_grad_(False) or give them to the optimizer."
         )
-    private = {name: p for name, p in module.named_parameters() if id(p) in ids}
+    private = {name: p for name, p in module.named_parameters() if id(of_optimizer[name]) in ids}
     if not any(p.requires_grad for p in private.values()):
         raise UnsupportedError("The optimizer has no parameter that requires a gradient: there is nothing to train.")
     if len({p.dtype for p in private.values() if p.requires_grad}) > 1:
@@ -144,10 +152,15 @@ def private_parameters(module: nn.Module, optimizer: Optimizer) -> dict[str, nn.
     return private
 
 
-def refuse_optimizer(optimizer: Optimizer, module: nn.Module, mechanism: Mechanism) -> None:
-    """Raises for optimizers that cannot take the gradients that a mechanism leaves."""
+def refuse_optimizer(
+    optimizer: Optimizer,
+    module: nn.Module,
+    mechanism: Mechanism,
+    held: Mapping[str, nn.Parameter] = _NOTHING_HELD,
+) -> None:
+    """Raises for optimizers that cannot take the gradients that a mechanism leaves; `held` as in `private_parameters`."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(
             "LBFGS evaluates the loss several times in a step. Use SGD, Adam or another first-order one."
         )
-    mechanism.refuse_optimizer(optimizer, find_tables(module), dict(module.named_parameters()))
+    mechanism.refuse_optimizer(optimizer, find_tables(module), {**dict(module.named_parameters()), **held})

@@ -1,6 +1,6 @@
 """One private step: its lines are the stages that a batch goes through.
 
-    touched rows, selection, clip, sum, noise, public terms, ledger, update
+    touched rows, selection, clip, sum, sum over ranks, noise, public terms, ledger, update
 
 A batch may come in physical parts. A part is clipped and summed as soon as the selection is known: at once where all rows may
 change, and with the last part where the mechanism selects rows, because it looks at the whole batch. Noise is added to the sums
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from sparsedp._torch import without_subclasses
 from sparsedp.accounting.ledger import Ledger
-from sparsedp.capture import Captured, PublicTerm, RowNorms, RowSpace, TouchedRows, join_digests
+from sparsedp.capture import Captured, PublicTerm, RowNorms, RowSpace, RowSparse, TouchedRows, join_digests
 from sparsedp.contribution import touched_rows
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, SparseDPWarning
 from sparsedp.gradient import NoisyGradient
@@ -34,8 +34,10 @@ from sparsedp.preparation import Preparation
 from sparsedp.progress import Progress, no_progress
 from sparsedp.sampling import BatchInfo
 from sparsedp.step_report import StepReport, StepTally
-from sparsedp.tables import Ownership, TableSpec
+from sparsedp.tables import OneRank, Ownership, Ranks, RowExchange, TableSpec
 from sparsedp.tables.local import watched
+
+_NONE = torch.empty(0, dtype=torch.long)
 
 
 class PrivateStep:
@@ -50,8 +52,16 @@ class PrivateStep:
         noise: GaussianNoise,
         ledger: Ledger,
         preparation: Preparation,
+        ranks: Ranks | None = None,
+        held: Mapping[str, nn.Parameter] | None = None,
     ) -> None:
-        """`parameters` are the private ones by name, `tables` the tables among them, `inner` the user's own optimizer."""
+        """`parameters` are the private ones by name, `tables` the tables among them, `inner` the user's own optimizer.
+
+        `ranks` are the processes that train together; None: this one trains alone. `held` are the parameters as this process
+        has them in memory and `inner` knows them: of a table that is divided among the ranks a shard, or nothing.
+        """
+        self.ranks: Ranks = OneRank() if ranks is None else ranks
+        self._held = dict(parameters if held is None else held)
         self.plan, self.inner, self.noise, self.ledger, self.preparation = plan, inner, noise, ledger, preparation
         self.tables = tables
         # Entered around each stage of a step; benchmarks put a stopwatch here.
@@ -65,8 +75,9 @@ class PrivateStep:
         self.std = plan.mechanism.gradient_noise(plan.noise_multiplier) * plan.clipping.max_norm / plan.divisor
         self.owner = plan.mechanism.owner(
             Ownership(
-                tables=tables,
-                parameters={name: self._parameters[name] for name in tables},
+                tables={name: table for name, table in tables.items() if self.ranks.owns(name)},
+                parameters={name: self._held[name] for name in tables if self.ranks.owns(name)},
+                shards=self.ranks.shards,
                 optimizer=inner,
                 key=lambda: self.noise.key,
                 std=self.std,
@@ -81,6 +92,8 @@ class PrivateStep:
         """Drops the parts of an unfinished batch."""
         self._waiting: list[Captured] = []  # parts that are not clipped yet
         self._gradient: NoisyGradient | None = None
+        self._selection: Mapping[str, Tensor] | None = None  # of the rows that are owned here; None: all
+        self._exchange: RowExchange | None = None
         self._tally = StepTally()
 
     def take(self, batch: BatchInfo, captured: Captured) -> None:
@@ -88,19 +101,20 @@ class PrivateStep:
         terms, captured.terms = captured.terms, []
         self._require_same_terms(terms)
         self._hold(captured, batch)
-        if self.plan.mechanism.selects and not batch.last:
+        if (self.plan.mechanism.selects or self.ranks.several) and not batch.last:
             return
         if batch.last:
+            self.ranks.meet(self.ledger.steps, self._dense())
             self.preparation.prepare(batch.span)
         with unguarded():
             tables = self.trained_tables()
             if batch.last:
                 self.owner.begin(tables)
             gradient = self._gradient = self._gradient or self.begin(self._select(tables))  # touched rows, selection
-            while self._waiting:
-                self.add(self._waiting.pop(0), gradient)  # clip, sum
+            self._add_waiting(gradient)  # clip, sum
             if not batch.last:
                 return
+            gradient = self._add_up(gradient)  # sum over ranks
             self.add_noise(gradient)  # noise
             self._add_terms(terms, gradient)  # public terms, once a step
         step, tally = self.ledger.steps, self._tally
@@ -117,20 +131,33 @@ class PrivateStep:
     def _hold(self, captured: Captured, batch: BatchInfo) -> None:
         """Keeps a part until the selection is known."""
         with unguarded():
-            if self.plan.mechanism.selects and not (batch.first and batch.last):
+            if (self.plan.mechanism.selects or self.ranks.several) and not (batch.first and batch.last):
                 captured.hold()
             else:
                 captured.kept.clear()  # nothing can change their memory before the uses are added up
         self._waiting.append(captured)
 
     def _select(self, tables: Mapping[str, TableSpec]) -> Mapping[str, Tensor] | None:
-        """The rows that may change; None: all."""
-        if not self.plan.mechanism.selects:
+        """The rows that may change by this process's units; None: all. Of all units together, `_selection` has them."""
+        self._selection, self._exchange = None, None
+        if not self.plan.mechanism.selects and not self.ranks.several:
             return None
         for captured in self._waiting:
             captured.require_unchanged()  # since its own step(): a loop may use one tensor for all physical batches
         with self.stage("selection"):
-            return self.plan.mechanism.select(self._waiting, self.context(self.ledger.steps, tables))
+            if not self.plan.mechanism.selects:
+                space = RowSpace.of(tables)
+                rows = touched_rows(self._waiting, space)
+                self._exchange = self.ranks.exchange(space, rows)
+                return space.split(rows)
+            self._selection = self.plan.mechanism.select(self._waiting, self.context(self.ledger.steps, tables))
+            if self._selection is None or self._exchange is None:  # a mechanism that asks no other process
+                return self._selection
+            return self._exchange.of_own_units(self._selection)
+
+    def _exchanged(self, space: RowSpace, rows: Tensor) -> RowExchange:
+        self._exchange = self.ranks.exchange(space, rows)
+        return self._exchange
 
     def context(self, step: int, tables: Mapping[str, TableSpec]) -> Step:
         """What a selection may look at, besides the batch."""
@@ -141,20 +168,59 @@ class PrivateStep:
             scale=self._scale,
             key=self.noise.key.child(step, SELECTION),
             prepared=self.preparation.state.rows or {},
+            exchange=self._exchanged,
             first=self._last is None,
         )
 
     def begin(self, selection: Mapping[str, Tensor] | None) -> NoisyGradient:
         """The gradient of this step, on the selection, before anything was added to it."""
-        # Whoever keeps a gradient of an earlier step would find sums without noise in it, if its memory were used again.
-        keeps = watched(self.inner) or not type(self.inner).__module__.startswith("torch.optim.")
         return NoisyGradient(
             self._parameters,
             RowSpace.of(self.trained_tables()),
             selection,
-            {} if keeps else self._buffers,
+            {} if self.ranks.several else self._kept_buffers(),
             noise_on_rows=not self.owner.adds_noise,
         )
+
+    def _kept_buffers(self) -> dict[str, Tensor]:
+        """The memory of the last step's gradients, to be used again."""
+        # Whoever keeps a gradient of an earlier step would find sums without noise in it, if its memory were used again.
+        keeps = watched(self.inner) or not type(self.inner).__module__.startswith("torch.optim.")
+        return {} if keeps else self._buffers
+
+    def _add_waiting(self, gradient: NoisyGradient) -> None:
+        """Clips and adds the parts that wait; raises on all ranks if that is not possible on one of them."""
+        failed = None
+        try:
+            while self._waiting:
+                self.add(self._waiting.pop(0), gradient)
+        except NonFiniteGradientError as error:
+            failed = error
+        self.ranks.agree(failed)
+
+    def _add_up(self, gradient: NoisyGradient) -> NoisyGradient:
+        """The sums over all ranks of what this process is to move: its dense parameters, and the rows that it owns."""
+        if not self.ranks.several:
+            return gradient
+        assert self._exchange is not None
+        tables = self.trained_tables()
+        chosen = self._selection
+        if chosen is None:  # all rows of the tables that are owned here
+            chosen = {name: _NONE for name in tables if not self.ranks.owns(name)}
+        with self.stage("ranks"):
+            total = NoisyGradient(
+                self._held, gradient.space, chosen, self._kept_buffers(), not self.owner.adds_noise,
+                self.ranks.shards, {name: table.dim for name, table in tables.items()},
+            )  # fmt: skip
+            rows = gradient.selection or {}
+            sums = {name: RowSparse(rows[name], gradient.values[name]) for name in tables}
+            for name, owned in self._exchange.add_up_rows(sums).items():
+                total.put_rows(name, owned)
+            dense = {name: gradient.whole(name) for name in gradient.values if name not in tables}
+            self.ranks.add_up_dense(list(dense.values()))
+            for name, values in dense.items():
+                total.put(name, values)
+        return total
 
     def add(self, captured: Captured, gradient: NoisyGradient) -> None:
         """Clips the units of one part, on the selection, and adds them to the gradient."""
@@ -275,7 +341,9 @@ class PrivateStep:
         rows = gradient.selection or {}
         self.owner.settle_all(gradient.public)  # what the terms are made of was read, so that this is done already
         self.owner.advance()  # first: if the update is interrupted, its noise is owed all the same
-        for name, parameter in self._parameters.items():
+        for name, parameter in self._held.items():
+            if name in rows and not self.ranks.owns(name):
+                continue
             if name in gradient.public:
                 total = gradient.public[name].index_add_(0, rows[name], gradient.values[name])
                 self.owner.apply(name, torch.arange(len(total), device=total.device), total)
@@ -283,14 +351,17 @@ class PrivateStep:
                 self.owner.apply(name, rows[name], gradient.values[name])
             elif parameter.requires_grad:
                 parameter.grad = gradient.values[name]
-        return any(p.grad is not None and p.grad.is_sparse for p in self._parameters.values())
+        return any(p.grad is not None and p.grad.is_sparse for p in self._held.values())
 
     def drop_gradients(self) -> None:
         with unguarded():
-            for parameter in self._parameters.values():
+            for parameter in self._held.values():
                 parameter.grad = None
 
     # ------------------------------------------------------------------ what others ask for
+
+    def _dense(self) -> Iterator[Tensor]:
+        return (parameter for name, parameter in self._held.items() if name not in self.tables)
 
     def trained_tables(self) -> dict[str, TableSpec]:
         return {name: table for name, table in self.tables.items() if self._parameters[name].requires_grad}

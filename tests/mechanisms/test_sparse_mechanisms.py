@@ -501,8 +501,8 @@ def test_scores_of_neighbours_move_apart_by_at_most_twice_the_clip() -> None:
     """The sensitivity that exponential selection is calibrated to."""
     from sparsedp.clipping import Clipping
     from sparsedp.mechanisms import Step
-    from sparsedp.mechanisms.exponential import _row_norms
-    from sparsedp.tables import table_specs
+    from sparsedp.mechanisms.exponential import _row_norms, _row_sums
+    from sparsedp.tables import LocalExchange, table_specs
 
     torch.manual_seed(0)
     module = TwoTables()
@@ -514,7 +514,9 @@ def test_scores_of_neighbours_move_apart_by_at_most_twice_the_clip() -> None:
 
     def scores(units: torch.Tensor) -> np.ndarray:
         dense = np.zeros(space.size)
-        rows, norms = _row_norms([capture_uses(module, [units, torch.zeros(len(units), 3)])], space, step)
+        sums = _row_sums([capture_uses(module, [units, torch.zeros(len(units), 3)])], space, step)
+        exchange = LocalExchange(space, space.join({name: total.rows for name, total in sums.items()}))
+        rows, norms = _row_norms(exchange, sums)
         dense[rows] = norms
         return dense
 

@@ -191,6 +191,8 @@ def _named(value: Any, path: str, keys: tuple[str, ...]) -> Iterator[NamedInput]
             yield from _named(item, f"{path}[{key!r}]", (*keys, str(key)))
     elif not isinstance(value, (type, nn.Module)):
         parts = {slot: getattr(value, slot, None) for slot in slots_of(value)} | getattr(value, "__dict__", {})
+        if is_jagged(value):  # whose lists, such as the names of features, are as long as it has features
+            parts = {key: parts[key] for key in JAGGED_FIELDS}
         for key, item in parts.items():
             yield from _named(item, f"{path}.{key}", (*keys, key))
 
@@ -202,6 +204,14 @@ def _is_plain(value: Any) -> bool:
     return (
         isinstance(value, (tuple, list)) and bool(value) and all(isinstance(v, _SCALARS) or _is_plain(v) for v in value)
     )
+
+
+# What a jagged tensor is known by (`jagged.py`).
+JAGGED_FIELDS = ("_values", "_weights", "_lengths", "_offsets")
+
+
+def is_jagged(value: Any) -> bool:
+    return all(hasattr(value, field) for field in JAGGED_FIELDS) and isinstance(value._values, Tensor)
 
 
 def slots_of(value: Any) -> list[str]:

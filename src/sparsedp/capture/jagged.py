@@ -13,10 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sparsedp.capture.inputs import slots_of
+from sparsedp.capture.inputs import is_jagged, slots_of
 from sparsedp.errors import UnsupportedError
-
-_FIELDS = ("_values", "_weights", "_lengths", "_offsets")
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +54,7 @@ def jagged_inputs(value: Any, units: int) -> Iterator[JaggedInput]:
     elif isinstance(value, Mapping):
         parts = value.values()
     else:
-        if all(hasattr(value, field) for field in _FIELDS) and isinstance(value._values, Tensor):
+        if is_jagged(value):
             jagged = _read(value, units)
             if jagged is not None:
                 yield jagged

@@ -51,7 +51,8 @@ class ModuleState:
                         f"'{name}' is a sparse tensor. What it does to the units of a batch cannot be followed. Use a dense "
                         "one, or look rows up by their ids."
                     )
-                self.storages.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
+                if not tensor.is_meta:  # which has no memory
+                    self.storages.setdefault(tensor.untyped_storage().data_ptr(), []).append((name, tensor))
 
     def changed(self, is_constant: Callable[[Tensor], bool]) -> list[str]:
         """After a forward pass: the parameters and buffers that were changed in it. Raises if a counter counts the wrong things.

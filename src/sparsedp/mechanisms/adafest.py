@@ -35,6 +35,7 @@ class AdaFEST(Mechanism):
     name: ClassVar[str] = "adafest"
     selects: ClassVar[bool] = True
     takes_users: ClassVar[bool] = True
+    takes_ranks: ClassVar[bool] = True
     threshold_setting: ClassVar[str] = "threshold"
     threshold: float = 10.0
     noise_ratio: float = 5.0
@@ -106,13 +107,15 @@ class AdaFEST(Mechanism):
             )
         within = None if self.preselect is None else space.join(step.prepared)
         rows, values = contribution_map(batch, space, self.map_clip, within)
+        exchange = step.exchange(space, rows)
+        rows, values = exchange.rows, exchange.add_up(values)
         std = self._map_std(step.noise_multiplier)
         selection = {}
         for name, start, (begin, end) in zip(space.names, space.starts, space.edges(rows)):
             table = step.tables[name]
             eligible = None if within is None else step.prepared[name].numpy()
             kept = draw_survivors(
-                rows[begin:end].numpy() - start, values[begin:end].numpy(), range(table.rows), self.threshold, std,
+                rows[begin:end].numpy() - start, values[begin:end].numpy(), exchange.owned(name), self.threshold, std,
                 step.key.child(table.index), eligible,
             )  # fmt: skip
             selection[name] = torch.from_numpy(kept)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsedp.accounting.events import gaussian_step
-from sparsedp.capture import Captured
+from sparsedp.capture import Captured, RowSpace
 from sparsedp.clipping import Clipping
 from sparsedp.errors import UnsupportedError, suggestion
 from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.mechanisms.optimizers import refuse_for_dense_gradients, refuse_for_sparse_gradients
 from sparsedp.noise import RandomKey
-from sparsedp.tables import LocalOwner, Owner, Ownership, TableSpec
+from sparsedp.tables import LocalExchange, LocalOwner, Owner, Ownership, RowExchange, TableSpec
 
 _REGISTRY: dict[str, type[Mechanism]] = {}
 
@@ -33,6 +33,9 @@ class Step:
     scale: Callable[[Captured], float]  # what a captured gradient is multiplied by to be that of the unit's own loss
     key: RandomKey  # this step's own
     prepared: Mapping[str, Tensor]
+    # Tells the owners of rows which global rows the units of this process touch. With several processes a batch is one
+    # process's part of it, and the selection is of the rows that the process owns: the exchange adds up what the parts say.
+    exchange: Callable[[RowSpace, Tensor], RowExchange] = LocalExchange
     first: bool = False  # whether it is the first step since training began or was resumed: the one to warn at
 
 
@@ -49,6 +52,8 @@ class Mechanism(ABC):
     prepares: ClassVar[bool] = False  # whether `prepare` has to run before the first step
     # Whether `select` looks at units through `Captured` alone, as it must if a unit may have several examples.
     takes_users: ClassVar[bool] = False
+    # Whether `select` asks `Step.exchange` about the rows that a batch touches, as it must if several processes train together.
+    takes_ranks: ClassVar[bool] = False
     # How a mechanism that counts on the data wants a batch turned into the module's arguments; None: all but its last element.
     inputs: Callable[[Any], Any] | None = None
     noise_waits: ClassVar[bool] = False  # whether the tables' noise waits until rows are read (sparsedp.tables.lazy)

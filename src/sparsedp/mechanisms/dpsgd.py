@@ -13,6 +13,7 @@ class DPSGD(Mechanism):
     """Every row is in the selection at every step; a step costs time in proportion to the size of the tables."""
 
     name: ClassVar[str] = "dpsgd"
+    takes_ranks: ClassVar[bool] = True
 
     @property
     def guarantee(self) -> str:

@@ -26,6 +26,7 @@ class EANA(Mechanism):
     name: ClassVar[str] = "eana"
     selects: ClassVar[bool] = True
     takes_users: ClassVar[bool] = True
+    takes_ranks: ClassVar[bool] = True
 
     @property
     def guarantee(self) -> str:
@@ -42,7 +43,7 @@ class EANA(Mechanism):
 
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
         space = RowSpace.of(step.tables)
-        return space.split(touched_rows(batch, space))
+        return space.split(step.exchange(space, touched_rows(batch, space)).rows)
 
 
 # ---------------------------------------------------------------------- Theorem 3.1, corrected

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,6 +17,7 @@ from sparsedp.capture import Captured, RowSpace, RowSparse
 from sparsedp.mechanisms.base import Mechanism, Step
 from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.noise import RandomKey, draw_marked_rows, one_gumbel_each
+from sparsedp.tables import RowExchange
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class ExponentialSelection(Mechanism):
     name: ClassVar[str] = "exponential"
     selects: ClassVar[bool] = True
     takes_users: ClassVar[bool] = True
+    takes_ranks: ClassVar[bool] = True
     k: int = 1000
     epsilon: float = 1.0
 
@@ -68,14 +70,17 @@ class ExponentialSelection(Mechanism):
         space = RowSpace.of(step.tables)
         if not space.names:
             return {}
-        rows, norms = _row_norms(batch, space, step)
+        sums = _row_sums(batch, space, step)
+        exchange = step.exchange(space, space.join({name: total.rows for name, total in sums.items()}))
+        rows, norms = _row_norms(exchange, sums)
         scores = norms * (self.epsilon / self.k) / (2 * step.clipping.max_norm)
         keys = [step.key.child(step.tables[name].index) for name in space.names]
-        return space.split(torch.from_numpy(top_k_gumbel(rows, scores, space.sizes, self.k, keys)))
+        picked = space.split(torch.from_numpy(top_k_gumbel(rows, scores, space.sizes, self.k, keys)))
+        return {name: exchange.owned_of(name, rows) for name, rows in picked.items()}
 
 
-def _row_norms(batch: Sequence[Captured], space: RowSpace, step: Step) -> tuple[np.ndarray, np.ndarray]:
-    """The touched global rows and the norms of the clipped sum's gradient on them."""
+def _row_sums(batch: Sequence[Captured], space: RowSpace, step: Step) -> dict[str, RowSparse]:
+    """The clipped sum's gradient of each table, on the rows that are touched."""
     totals: dict[str, Tensor] = {}
     for captured in batch:
         if not captured.uses:  # an empty batch
@@ -92,13 +97,17 @@ def _row_norms(batch: Sequence[Captured], space: RowSpace, step: Step) -> tuple[
                 else:
                     total = total.to_sparse(1)
                 totals[name] = totals[name] + total if name in totals else total
-    rows, row_norms = [np.empty(0, dtype=np.int64)], [np.empty(0)]
-    for name, start in zip(space.names, space.starts):
-        if name in totals:
-            total = totals[name].coalesce()
-            rows.append(total.indices()[0].numpy() + start)
-            row_norms.append(torch.linalg.vector_norm(total.values().double(), dim=1).numpy())
-    return np.concatenate(rows), np.concatenate(row_norms)
+    merged = {name: total.coalesce() for name, total in totals.items()}
+    return {name: RowSparse(total.indices()[0], total.values()) for name, total in merged.items()}
+
+
+def _row_norms(exchange: RowExchange, sums: Mapping[str, RowSparse]) -> tuple[np.ndarray, np.ndarray]:
+    """The global rows that are touched on any rank, and the norms of the clipped sum's gradient on them."""
+    owned = exchange.add_up_rows(sums)
+    rows = exchange.space.join({name: total.rows for name, total in owned.items()})
+    squares = [total.values.double().square().sum(1) for _, total in sorted(owned.items())]
+    rows, squared = exchange.on_all_ranks(rows, torch.cat(squares) if squares else torch.zeros(0, dtype=torch.float64))
+    return rows.numpy(), squared.sqrt().numpy()
 
 
 # Purposes of a table's key.

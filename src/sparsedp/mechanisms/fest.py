@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsedp.accounting import ExponentialMechanismDpEvent, calibrate
 from sparsedp.capture import Captured, RowSpace
-from sparsedp.contribution import Contribution
+from sparsedp.contribution import Contribution, touched_rows
 from sparsedp.errors import SparseDPWarning, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.grid import grid_of, round_to
@@ -54,6 +54,7 @@ class FEST(Mechanism):
     name: ClassVar[str] = "fest"
     selects: ClassVar[bool] = True
     takes_users: ClassVar[bool] = True
+    takes_ranks: ClassVar[bool] = True
     k: int = 10_000
     epsilon: float = 0.1
     delta: float = 1e-7
@@ -181,7 +182,9 @@ class FEST(Mechanism):
         return rows.all_chosen()
 
     def select(self, batch: Sequence[Captured], step: Step) -> dict[str, Tensor]:
-        return {name: step.prepared[name] for name in step.tables}
+        space = RowSpace.of(step.tables)
+        exchange = step.exchange(space, touched_rows(batch, space))
+        return {name: exchange.owned_of(name, step.prepared[name]) for name in step.tables}
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()

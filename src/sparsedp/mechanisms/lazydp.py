@@ -30,6 +30,7 @@ class LazyDP(Mechanism):
     name: ClassVar[str] = "lazydp"
     selects: ClassVar[bool] = True
     takes_users: ClassVar[bool] = True
+    takes_ranks: ClassVar[bool] = True
     noise_waits: ClassVar[bool] = True
     aggregate: bool = True
 
@@ -72,4 +73,4 @@ class LazyDP(Mechanism):
         space = RowSpace.of(step.tables)
         if step.first:
             warn_of_whole_tables(batch, space, "all of its rows are settled in every step")
-        return space.split(touched_rows(batch, space))
+        return space.split(step.exchange(space, touched_rows(batch, space)).rows)

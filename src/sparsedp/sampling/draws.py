@@ -1,4 +1,4 @@
-"""Which units form each batch of a run: a pure function of the key and the place in the run."""
+"""Which units form each batch of a run: a pure function of the key, the place in the run and the share of the process."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from sparsedp.noise import RandomKey
 from sparsedp.sampling.poisson import poisson_indices
+from sparsedp.sampling.share import Share
 from sparsedp.sampling.users import Users, owners_of, whole_users
 from sparsedp.sampling.workers import seed_globals
 
@@ -23,6 +24,12 @@ _EXAMPLES = 2
 _COUNTED = 3
 # And for what data sets draw: in the workers of a pass, in those of a count, and where there are no workers.
 _PASS, _COUNT, _FETCH = 4, 5, 6
+# And for the samples after several ranks went back to an earlier place.
+_AFTER = 7
+
+
+# Parts of a rank's units: the places of their examples in its data set, and of users how many examples each has.
+Parts: TypeAlias = list[tuple[np.ndarray, np.ndarray | None]]
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class BatchInfo:
     """What is known about a physical batch besides its content."""
 
     units: int  # in this physical batch
-    logical_units: int  # in its logical batch, one step of the optimizer
+    logical_units: int  # in its logical batch, one step of the optimizer; those of all ranks
     first: bool  # of the physical batches of its logical batch
     last: bool
     step: int  # of the logical batch, from 0 over the whole run
@@ -77,11 +84,12 @@ class Draws:
     batch_size: int  # expected (Poisson), or exact
     poisson: bool
     shuffle: bool
-    max_physical_batch: int | None  # in examples
+    max_physical_batch: int | None  # in examples, on one rank
     users: Users | None = None  # None: the units are the examples
+    share: Share = field(default_factory=Share)
 
     def logical(self, start: Place) -> Iterator[tuple[int | None, np.ndarray]]:
-        """Number of the span and indices, int64 [n], of each logical batch from `start` to the end of its epoch."""
+        """Number of the span and units, int64 [n], of each logical batch from `start` to the end of its epoch, over all ranks."""
         begin = -start.position  # of the span, in steps from `start`
         for span in self.spans:
             if begin + span.steps > 0:
@@ -103,56 +111,95 @@ class Draws:
             batch = np.arange(begin, min(begin + self.batch_size, span.size))
             yield batch if order is None else order[batch]
 
+    def key_after(self, place: Place) -> RandomKey:
+        """A key of which no batch was drawn yet, for going back from `place`: the same on all ranks."""
+        return self.key.child(_AFTER, place.step)
+
     def worker_key(self, start: Place, counting: bool = False) -> RandomKey:
         """The key of what workers draw in a pass over the batches from `start` on, or in a count of the data there."""
-        return self.key.child(_COUNT if counting else _PASS, start.step)
+        return self.key.child(_COUNT if counting else _PASS, start.step, *self.share.key_path)
 
     def seeded(self, start: Place, infos: deque[BatchInfo]) -> Iterator[list[int]]:
         """As `physical`, for data that are fetched in this process: the global generators have secret states at each fetch.
 
-        They are a function of the key and the batch, so that a resumed run draws the same.
+        They are a function of the key, the rank and the batch, so that a resumed run draws the same.
         """
-        step, source = -1, self.key.child(_FETCH).generator()
+        key = self.key.child(_FETCH, *self.share.key_path)
+        step, source = -1, key.generator()
         for indices in self.physical(start, infos):
             if infos[-1].step != step:
                 step = infos[-1].step
-                source = self.key.child(_FETCH).generator(step)
+                source = key.generator(step)
             seed_globals(source)
             yield indices
 
     def physical(self, start: Place, infos: deque[BatchInfo]) -> Iterator[list[int]]:
-        """Indices of the physical batches from `start` on, for torch's machinery, which may run ahead.
+        """Places in this rank's data set of its physical batches from `start` on, for torch's machinery, which may run ahead.
 
         An info for each goes to `infos`, in the same order. Empty batches are in `infos` only: the loader puts a stand-in
-        there.
+        there. Every rank has as many physical batches of a logical one as the others.
         """
-        for step, (span, indices) in enumerate(self.logical(start), start.step):
-            if self.users is not None:
-                yield from self._of_users(self.users, indices, step, infos)
-                continue
-            limit = self.max_physical_batch or max(1, len(indices))
-            parts = np.array_split(indices, max(1, math.ceil(len(indices) / limit)))
-            for i, part in enumerate(parts):
-                infos.append(BatchInfo(len(part), len(indices), i == 0, i == len(parts) - 1, step, span))
-                if len(part):
-                    yield part.tolist()
+        for step, (span, drawn) in enumerate(self.logical(start), start.step):
+            if self.users is None:
+                parts = self._parts_of_examples(drawn)
+            else:
+                parts = self._parts_of_users(self.users, drawn, self.max_physical_batch, _EXAMPLES, step)
+            for i, (places, sizes) in enumerate(parts):
+                units = places if sizes is None else sizes
+                owners = None if sizes is None else owners_of(sizes)
+                infos.append(BatchInfo(len(units), len(drawn), i == 0, i == len(parts) - 1, step, span, owners))
+                if len(units):
+                    yield places.tolist()
 
-    def _of_users(self, users: Users, drawn: np.ndarray, step: int, infos: deque[BatchInfo]) -> Iterator[list[int]]:
-        """The physical batches of one logical batch of users: each user is in one of them, with all that they bring."""
-        examples, sizes = users.examples(drawn, self.key.child(_EXAMPLES).generator(step))
-        ends = np.cumsum(sizes)
-        parts = list(whole_users(sizes, self.max_physical_batch)) or [slice(0, 0)]
-        for i, part in enumerate(parts):
-            sizes_of_part = sizes[part]
-            infos.append(
-                BatchInfo(
-                    len(sizes_of_part), len(sizes), i == 0, i == len(parts) - 1, step, owners=owners_of(sizes_of_part)
-                )
-            )
-            if len(sizes_of_part):
-                yield examples[ends[part.start] - sizes_of_part[0] : ends[part.stop - 1]].tolist()
+    def _parts_of_examples(self, drawn: np.ndarray) -> Parts:
+        """The physical batches of one logical batch of examples: on every rank as many as that with the most needs."""
+        pieces = self.share.pieces(drawn)
+        limit = self.max_physical_batch or max(1, len(drawn))
+        count = max(1, *(math.ceil(len(piece) / limit) for piece in pieces))
+        places = self.share.local(drawn[pieces[self.share.rank]])
+        return [(part, None) for part in np.array_split(places, count)]
 
-    def counted(self, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The examples that `users` bring to a count of the data, as `Users.examples`; with one key, the same ones again."""
+    def _parts_of_users(self, users: Users, drawn: np.ndarray, limit: int | None, purpose: int, number: int) -> Parts:
+        """The parts of `drawn` users: each user is in one of them, with all that they bring.
+
+        On every rank as many as that with the most needs, the last ones empty where it has fewer. What users bring is chosen
+        with the generator `number` of a key for `purpose`: by all ranks alike where they read the same data.
+        """
+        share = self.share
+        if share.begin is None:
+            examples, sizes = users.examples(drawn, self.key.child(purpose).generator(number))
+            pieces = share.pieces(drawn, sizes)
+            is_mine = np.zeros(len(drawn), dtype=bool)
+            is_mine[pieces[share.rank]] = True
+            examples = examples[np.repeat(is_mine, sizes)]
+        else:
+            sizes, pieces = share.brought(users, drawn), share.pieces(drawn)
+            mine = share.local(drawn[pieces[share.rank]])
+            examples, _ = users.examples(mine, self.key.child(purpose, *share.key_path).generator(number))
+        count = max(1, *(sum(1 for _ in whole_users(sizes[piece], limit)) for piece in pieces))
+        sizes = sizes[pieces[share.rank]]
+        begin = np.concatenate([[0], np.cumsum(sizes)])
+        slices = list(whole_users(sizes, limit))
+        slices += [slice(len(sizes), len(sizes))] * (count - len(slices))
+        return [(examples[begin[part.start] : begin[part.stop]], sizes[part]) for part in slices]
+
+    def counted_examples(self, indices: np.ndarray | None) -> tuple[np.ndarray | None, int]:
+        """The places in the data set of those examples of `indices` that this rank counts, and how many the rank with the most has.
+
+        None stands for all examples, in both places. Every example is counted by one rank.
+        """
+        share, size = self.share, sum(span.size for span in self.spans)
+        if indices is None and (share.ranks == 1 or share.begin is not None):
+            return None, int(np.diff(share.begin or (0, size)).max())
+        indices = np.arange(size) if indices is None else indices
+        pieces = share.pieces(indices)
+        return share.local(indices[pieces[share.rank]]), max(map(len, pieces))
+
+    def counted_users(self, users: np.ndarray, most: int | None) -> Parts:
+        """The examples of those of `users` that this rank counts, with at most `most` or one user's in each part.
+
+        Every user is counted by one rank. All ranks have the same number of parts, the last ones empty where a rank has
+        fewer. With one key, users bring the same examples again.
+        """
         assert self.users is not None
-        return self.users.examples(users, self.key.child(_COUNTED).generator(0))
+        return self._parts_of_users(self.users, users, most, _COUNTED, 0)

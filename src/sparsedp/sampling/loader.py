@@ -17,7 +17,8 @@ from sparsedp.errors import CheckpointError, SparseDPError, SparseDPWarning, Uns
 from sparsedp.noise import RandomKey
 from sparsedp.progress import Progress, no_progress
 from sparsedp.sampling.collate import examine, refuse_reordering, stand_in
-from sparsedp.sampling.draws import BatchInfo, Draws, Place, Span
+from sparsedp.sampling.draws import BatchInfo, Draws, Parts, Place, Span
+from sparsedp.sampling.share import Share
 from sparsedp.sampling.stream import Stream
 from sparsedp.sampling.users import Users
 from sparsedp.sampling.workers import WorkerInit, kept_globals, seed_globals, torch_generator
@@ -43,6 +44,11 @@ class PrivateLoader(DataLoader[Any]):
     of their examples, or as many as `Users` says. `max_physical_batch` counts examples, and a physical batch holds
     whole users; `current.owners` says which example is whose.
 
+    With a `share` it is the loader of one of several processes, which have the same key: its batches are that process's
+    shares of the batches that one process alone would draw. `batch_size`, `dataset_size` and all numbers of steps are those
+    of all processes together; `max_physical_batch` is for each process, and all of them yield equally many physical batches,
+    also empty ones.
+
     What a batch holds beside rows of examples must be the same for every batch, or its name be in `public_inputs`: `layout`.
 
     Replay: batch t is a pure function of the key and t (shuffled: of the key, the epoch and the position in
@@ -61,14 +67,16 @@ class PrivateLoader(DataLoader[Any]):
         max_physical_batch: int | None = None,
         stream: Stream | None = None,
         users: Users | None = None,
+        share: Share | None = None,
         public_inputs: Sequence[str] = (),
         progress: Progress = no_progress,
     ) -> None:
-        size, batch_size, shuffle = _checked(loader, users)
+        share = Share() if share is None else share
+        size, batch_size, shuffle = _checked(loader, users, share, stream)
         if max_physical_batch is not None and max_physical_batch < 1:
             raise UnsupportedError(f"{max_physical_batch=}: it must be at least 1, or None.")
         if users is not None:
-            _refuse_for_users(loader, users, max_physical_batch, stream)
+            _refuse_for_users(loader, users, share, max_physical_batch, stream)
         layout = examine(loader.dataset, loader.collate_fn, public_inputs)
         spans = _spans(size, batch_size, loader.drop_last, stream)
         steps = sum(span.steps for span in spans)
@@ -95,13 +103,14 @@ class PrivateLoader(DataLoader[Any]):
         self.dataset_size = size
         self.stream = stream
         self.users = users
+        self.share = share
         self.layout = layout
         self.progress = progress  # told of passes that count the data
         self.sample_rate = batch_size / min(span.size for span in spans)
         self.steps_per_epoch = steps
         self.max_physical_batch = max_physical_batch
         self.current: BatchInfo | None = None
-        self._draws = Draws(key, spans, batch_size, poisson, shuffle, max_physical_batch, users)
+        self._draws = Draws(key, spans, batch_size, poisson, shuffle, max_physical_batch, users, share)
         self._feed = feed
         self._pass = 0  # number of the live pass
         self._warned = False  # of a pass that was cut short
@@ -138,14 +147,27 @@ class PrivateLoader(DataLoader[Any]):
     @property
     def expected_examples(self) -> float:
         """How many examples a logical batch has on average."""
-        return (self.batch_size or 0) * (1.0 if self.users is None else self.users.mean)
+        return (self.batch_size or 0) * (1.0 if self.users is None else float(self.share.brought(self.users).mean()))
 
-    def counted(self, users: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The examples of `users` that a count of the data goes over, and how many there are of each user.
+    def counted_examples(self, indices: np.ndarray | None) -> tuple[np.ndarray | None, int]:
+        """Which of the examples of `indices` this process goes over in a count of the data, as places in its data set.
 
-        They bring as many as to a batch, chosen from the key.
+        None stands for all examples, in both places. And how many the process with the most goes over.
         """
-        return self._draws.counted(users)
+        return self._draws.counted_examples(indices)
+
+    def counted_users(self, users: np.ndarray, most: int | None = None) -> Parts:
+        """The examples of those of `users` that this process goes over in a count of the data, and how many each user has.
+
+        They bring as many as to a batch, chosen from the key. They come in parts of at most `most` examples or one user; all
+        processes have the same number of parts, the last ones empty where one has fewer.
+        """
+        return self._draws.counted_users(users, most)
+
+    def stand_in(self) -> Any:
+        """A batch of one example, for a process that has nothing to go over where others have."""
+        with kept_globals():
+            return stand_in(self.dataset, self.collate_fn)
 
     def state_dict(self) -> dict[str, int]:
         """The place behind the last logical batch that was yielded completely; prefetched ones do not count.
@@ -174,7 +196,8 @@ class PrivateLoader(DataLoader[Any]):
                 "was it saved with another data set or batch size?"
             )
         if place.step < self._next.step and not self._draws.key.seeded:
-            self.rekey(RandomKey.from_os())
+            share = self.share  # several processes must not each take a key of their own
+            self.rekey(RandomKey.from_os() if share.ranks == 1 else self._draws.key_after(self._next))
         self._done = self._next = place
         self.current = None
         self._pass += 1  # a pass that is still running would go on at the old place
@@ -245,8 +268,7 @@ class PrivateLoader(DataLoader[Any]):
                 with nullcontext() if self.num_workers else kept_globals():
                     batch = next(fetched, _END)
                 while infos and infos[0].units == 0:
-                    with kept_globals():
-                        empty = stand_in(self.dataset, self.collate_fn)
+                    empty = self.stand_in()
                     given, info = given + 1, self._described(replace(infos.popleft(), stand_in=True), empty)
                     self._announce(info, start, number)
                     yield empty
@@ -352,24 +374,27 @@ class _Feed:
         return self.length
 
 
-def _refuse_for_users(loader: DataLoader, users: Users, max_physical_batch: int | None, stream: Stream | None) -> None:
+def _refuse_for_users(
+    loader: DataLoader, users: Users, share: Share, max_physical_batch: int | None, stream: Stream | None
+) -> None:
     if stream is not None:
         raise UnsupportedError(
             "stream together with unit='user' is not available: a user may have examples in several spans, each of which "
             "would have to sample its own users. Leave one of them out."
         )
-    if max_physical_batch is not None and users.most > max_physical_batch:
-        most = "the largest user's" if users.limit is None else "max_examples_per_user"
+    most = int(share.brought(users).max()) if users.limit is None else users.limit
+    if max_physical_batch is not None and most > max_physical_batch:
+        whose = "the largest user's" if users.limit is None else "max_examples_per_user"
         raise UnsupportedError(
-            f"max_physical_batch={max_physical_batch} cannot hold a whole user, of up to {users.most} examples ({most}): a "
+            f"max_physical_batch={max_physical_batch} cannot hold a whole user, of up to {most} examples ({whose}): a "
             "user's gradient is clipped as one, so all of it has to be in one physical batch. Raise max_physical_batch, or "
             "lower max_examples_per_user."
         )
     refuse_reordering(loader.dataset, loader.collate_fn)
 
 
-def _checked(loader: DataLoader, users: Users | None) -> tuple[int, int, bool]:
-    """Number of units, batch size and whether to shuffle, of a loader that can be made private."""
+def _checked(loader: DataLoader, users: Users | None, share: Share, stream: Stream | None) -> tuple[int, int, bool]:
+    """Number of units of all processes, batch size and whether to shuffle, of a loader that can be made private."""
     if isinstance(loader, PrivateLoader):
         raise UnsupportedError("The loader is already private: pass the original DataLoader.")
     if type(loader).__iter__ is not DataLoader.__iter__:
@@ -392,7 +417,9 @@ def _checked(loader: DataLoader, users: Users | None) -> tuple[int, int, bool]:
             f"A custom batch_sampler ({type(loader.batch_sampler).__name__}) decides who is sampled, which "
             "the accounting has to know: pass batch_size and shuffle instead."
         )
+    share.refuse(size, users, stream)
     units, what = (size, "examples") if users is None else (users.count, "users, whom it counts with unit='user'")
+    units = units if share.begin is None else share.begin[-1]
     if loader.batch_size > units:
         raise UnsupportedError(
             f"batch_size={loader.batch_size} exceeds the data set's {units} {what}, a sampling probability "

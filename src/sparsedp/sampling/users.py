@@ -41,15 +41,9 @@ class Users:
         return len(self.begin) - 1
 
     @property
-    def most(self) -> int:
-        """The most examples that one user can bring to a batch: the limit, or what the largest user has."""
-        return int(np.diff(self.begin).max()) if self.limit is None else self.limit
-
-    @property
-    def mean(self) -> float:
-        """How many examples a user brings on average."""
-        sizes = np.diff(self.begin)
-        return float((sizes if self.limit is None else np.minimum(sizes, self.limit)).mean())
+    def sizes(self) -> np.ndarray:
+        """How many examples each user has, int64 (users,)."""
+        return np.diff(self.begin)
 
     def refuse_change(self, dataset: Any) -> None:
         """Raises if the data set says something else of its examples' users than before."""

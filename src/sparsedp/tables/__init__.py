@@ -3,14 +3,20 @@
 from sparsedp.tables.lazy import LazyOwner
 from sparsedp.tables.local import LocalOwner
 from sparsedp.tables.owner import Owner, Ownership, SeveralOwners
-from sparsedp.tables.spec import TableSpec, find_tables, table_specs
+from sparsedp.tables.ranks import LocalExchange, OneRank, Ranks, RowExchange
+from sparsedp.tables.spec import Shard, TableSpec, find_tables, table_specs
 
 __all__ = [
     "LazyOwner",
+    "LocalExchange",
     "LocalOwner",
+    "OneRank",
     "Owner",
     "Ownership",
+    "Ranks",
+    "RowExchange",
     "SeveralOwners",
+    "Shard",
     "TableSpec",
     "find_tables",
     "table_specs",

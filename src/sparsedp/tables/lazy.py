@@ -42,16 +42,43 @@ STEP, _AGGREGATED, _MOMENTUM, _TOUCHED = 0, 1, 2, 3
 class _Table:
     name: str
     index: int  # in the noise's key
-    parameter: nn.Parameter  # all rows, also those of other owners
+    parameter: nn.Parameter  # all rows, also those of other owners, or a shard
     owned: range
     since: Tensor  # int32 (rows,): the pending step of its group up to which an owned row is settled
     width: int  # elements of a row
+    columns: range | None = None  # those that the parameter has; None: all
     settled: int = 0  # the latest pending step at which all rows were
     trained: bool = True  # frozen tables get no noise
 
     def owned_rows_of(self, tensor: Tensor) -> Tensor:
         """The owned rows of the parameter, or of its momentum."""
         return tensor if len(self.owned) == len(tensor) else tensor[self.owned.start : self.owned.stop]
+
+    def numbers_of(self, places: Tensor) -> Tensor | None:
+        """The numbers in the whole table of rows at some places among the owned ones; None: they are the same."""
+        return places + self.owned.start if self.owned.start else None
+
+    @contextmanager
+    def in_whole_rows(self, places: Tensor, *tensors: Tensor) -> Iterator[tuple[Tensor, Tensor | None, list[Tensor]]]:
+        """Gives places, the rows' numbers, and tensors in which noise for whole rows of the table can be added there.
+
+        These are `tensors`, or, where they have some columns alone, copies of the rows as wide as the table.
+        """
+        if self.columns is None:
+            yield places, self.numbers_of(places), list(tensors)
+            return
+        copies = [self.widened(tensor[places]) for tensor in tensors]
+        yield torch.arange(len(places)), places + self.owned.start, copies
+        for tensor, copy in zip(tensors, copies):
+            tensor[places] = copy[:, self.columns.start : self.columns.stop]
+
+    def widened(self, rows: Tensor) -> Tensor:
+        """Rows as wide as the table, with zeros in the columns that are not here."""
+        if self.columns is None:
+            return rows
+        wide = rows.new_zeros(len(rows), self.width)
+        wide[:, self.columns.start : self.columns.stop] = rows
+        return wide
 
 
 @dataclass
@@ -100,7 +127,9 @@ class LazyOwner(Owner):
         for name, spec in ownership.tables.items():
             owned = ownership.owned(name)
             since = torch.zeros(len(owned), dtype=torch.int32)
-            tables[name] = _Table(name, spec.index, ownership.parameters[name], owned, since, spec.dim)
+            tables[name] = _Table(
+                name, spec.index, ownership.parameters[name], owned, since, spec.dim, ownership.columns(name)
+            )
         self._groups = []
         for index, settings in enumerate(optimizer.param_groups):
             held = {id(parameter) for parameter in settings["params"]}
@@ -274,10 +303,12 @@ class LazyOwner(Owner):
         key = self._key().child(_AGGREGATED, table.index, now)
         if momentum is not None:
             momentum_key = self._key().child(_MOMENTUM, table.index, now)
-            move_row_pairs((key, momentum_key), weight, momentum, rows, drift, std, grids, None, table.owned.start)
+            with table.in_whole_rows(rows, weight, momentum) as (places, numbers, (w, v)):
+                move_row_pairs((key, momentum_key), w, v, places, drift, std, grids, None, numbers)
         elif grids[0]:  # otherwise the learning rate was 0
             factor = drift[0] if group.pending.drifts else None
-            add_row_normals(key, weight, rows, std[0], grids[0], factor, table.owned.start)
+            with table.in_whole_rows(rows, weight) as (places, numbers, (w,)):
+                add_row_normals(key, w, places, std[0], grids[0], factor, numbers)
 
     def _grids(self, group: _Group) -> tuple[float, float]:
         """The grids of settled weights and momenta, by the noise of one step: all that is pending has at least as much.
@@ -314,7 +345,10 @@ class LazyOwner(Owner):
         total = torch.zeros_like(weight[rows]) if sums is None else sums
         if self._std > 0:
             key = self._key().child(STEP, table.index, group.first + step)
-            noise = row_normals(key, rows + table.owned.start, weight)
+            like = weight if table.columns is None else weight.new_empty(0, table.width)
+            noise = row_normals(key, rows + table.owned.start, like)
+            if table.columns is not None:
+                noise = noise[:, table.columns.start : table.columns.stop]
             total = round_to(self._std * noise.double() + total, grid_of(self._std)).to(weight)
         moved = group.steps[step].take(weight[rows], None if momentum is None else momentum[rows], total)
         for state, values in zip((weight, momentum), moved):
@@ -407,7 +441,7 @@ class LazyOwner(Owner):
 
         Between the two, w + lr S is rounded to the numbers of w's type. Where these lie farther apart than the points of the
         grid, a unit could move it by several times lr C: such rows take gradient and noise together. Who does is decided by w
-        from before the step, which has its noise.
+        from before the step, which has its noise; where an owner has some columns alone, by these.
         """
         if self._std > 0:
             grid = self._grids(group)[0]
@@ -422,12 +456,13 @@ class LazyOwner(Owner):
                     # Of a row that waited longer, the noise from before would be lost.
                     assert bool((claimed[1] == group.pending.steps - 1).all()), "rows must be settled before a step"
                     key, std = self._key().child(_TOUCHED, table.index, now), self._std * step.gw
-                    on_all_cores(
-                        lambda part: move_rows_by_noise(
-                            key, weight, chosen[part], step.ww, std, sums[part], step.gw, grid, table.owned.start
-                        ),
-                        split(len(chosen), table.width // _SHARED),
-                    )
+
+                    def move(part: slice) -> None:
+                        with table.in_whole_rows(chosen[part], weight) as (places, numbers, (w,)):
+                            values = table.widened(sums[part])
+                            move_rows_by_noise(key, w, places, step.ww, std, values, step.gw, grid, numbers)
+
+                    on_all_cores(move, split(len(chosen), table.width // _SHARED))
                 rows, values = rows.index_select(0, apart), values.index_select(0, apart)
         pulled = group.coefficients.pull_back()
         assert pulled is not None  # `begin` refuses it
@@ -443,8 +478,9 @@ class LazyOwner(Owner):
         )
         std = np.tile(self._std * np.array([[coefficients.gw], [coefficients.gv], [0.0]]), len(rows))
         key = self._key().child(_TOUCHED, table.index, now)
-        shift = sums / self._std
-        move_row_pairs((key, key), weight, momentum, rows, drift, std, self._grids(group), shift, table.owned.start)
+        shift = table.widened(sums / self._std)
+        with table.in_whole_rows(rows, weight, momentum) as (places, numbers, (w, v)):
+            move_row_pairs((key, key), w, v, places, drift, std, self._grids(group), shift, numbers)
 
     def advance(self) -> None:
         """Takes a step: all rows are owed its noise."""

@@ -22,13 +22,11 @@ class LocalOwner(Owner):
         self._rates = plain_rates(self.run.optimizer)
 
     def apply(self, name: str, rows: Tensor, values: Tensor) -> None:
-        parameter, first = self.run.parameters[name], self.run.owned(name).start
+        parameter, first = self.run.parameters[name], self.run.first_in_memory(name)
+        rows = rows - first if first else rows
         rate = self._rates.get(id(parameter))
         if rate is not None:
-            table = parameter.detach()
-            if first:
-                table, rows = table[first:], rows - first
-            move_rows(table, rows, values, -rate)
+            move_rows(parameter.detach(), rows, values, -rate)
             return
         if parameter.grad is not None:  # an owner of other rows of the table has put theirs there
             before = parameter.grad

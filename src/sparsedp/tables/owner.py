@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from sparsedp._torch import without_subclasses
 from sparsedp.noise import RandomKey, Sums
 from sparsedp.progress import Progress, no_progress
-from sparsedp.tables.spec import TableSpec
+from sparsedp.tables.spec import Shard, TableSpec
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,8 @@ class Ownership:
     """What an owner is given: which rows of which tables, and what it has to know of the run."""
 
     tables: Mapping[str, TableSpec]
-    parameters: Mapping[str, nn.Parameter]  # the tables by name, with the rows of all owners
+    # The tables by name, with the rows of all owners, save those in `shards`, of which it has the shard alone.
+    parameters: Mapping[str, nn.Parameter]
     optimizer: Optimizer  # the user's own
     key: Callable[[], RandomKey]  # the noise's: another one after a run is resumed
     std: float  # deviation of a step's noise on the averaged gradient
@@ -35,9 +36,21 @@ class Ownership:
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext  # entered around each stage of a step
     progress: Progress = no_progress  # told of the settling of a large table
     cut: Mapping[str, range] = field(default_factory=dict)  # the rows that this owner has of some tables; of others all
+    shards: Mapping[str, Shard] = field(default_factory=dict)
 
     def owned(self, name: str) -> range:
+        if name in self.shards:
+            return self.shards[name].rows
         return self.cut.get(name, range(self.tables[name].rows))
+
+    def first_in_memory(self, name: str) -> int:
+        """The row that is at place 0 of a table's parameter."""
+        return self.shards[name].rows.start if name in self.shards else 0
+
+    def columns(self, name: str) -> range | None:
+        """The columns that a table's parameter has; None: all."""
+        columns = self.shards[name].columns if name in self.shards else None
+        return None if columns is None or len(columns) == self.tables[name].dim else columns
 
 
 class Owner(ABC):
@@ -66,11 +79,11 @@ class Owner(ABC):
                     rows.copy_(state[name][key])
 
     def _rows_of(self, name: str) -> dict[str, Tensor]:
-        parameter, owned = self.run.parameters[name], self.run.owned(name)
+        parameter, owned, first = self.run.parameters[name], self.run.owned(name), self.run.first_in_memory(name)
         kept = self.run.optimizer.state.get(parameter, {})
         tensors = {"weight": parameter, **{key: value for key, value in kept.items() if isinstance(value, Tensor)}}
         return {
-            key: value.detach().as_subclass(Tensor)[owned.start : owned.stop]
+            key: value.detach().as_subclass(Tensor)[owned.start - first : owned.stop - first]
             for key, value in tensors.items()
             if value.shape == parameter.shape and value.layout == torch.strided
         }

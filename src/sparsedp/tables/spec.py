@@ -24,6 +24,14 @@ class TableSpec:
         return torch.Size((self.rows, self.dim))
 
 
+@dataclass(frozen=True)
+class Shard:
+    """The part of a table that an owner has in memory: some of its rows, and of these some columns."""
+
+    rows: range
+    columns: range
+
+
 def table_specs(parameters: Mapping[str, Tensor], tables: Collection[str]) -> dict[str, TableSpec]:
     """The specs of some of the private parameters of a module, by name in alphabetical order."""
     specs = {

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsedp.capture import absent
 from sparsedp.capture.expressions import Expression, Placed, place_looked_up
 from sparsedp.capture.ops.helpers import bind, require_affordable, require_functional
 from sparsedp.capture.ops.protocol import CaptureForRules
@@ -168,7 +169,8 @@ def _embedding_axis(call: Call, source: Tensor, axis: UnitAxis) -> UnitAxis | Mi
 def _embedding(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     order = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
     bound = bind(order, args, kwargs)
-    require_functional(capture, name, func, F.embedding, args)
+    if func is not absent.embedding:
+        require_functional(capture, name, func, F.embedding, args)
     weight, ids = bound["weight"], bound["input"]
     expression = capture.expression(weight)
     if expression is None or capture.is_data(weight):
@@ -178,7 +180,7 @@ def _embedding(capture: CaptureForRules, name: str, func: Callable, args: tuple,
     skip = None if skip is None else skip % expression.tensor.shape[0]
     if ids.is_nested:
         return _nested_rows(capture, name, weight, ids, skip)
-    out = torch.embedding(expression.tensor.detach(), ids)
+    out = bound["found"] if "found" in bound else torch.embedding(expression.tensor.detach(), ids)
     if not is_plain_table(capture, weight):
         return record_computed_lookup(capture, name, weight, ids, out, skip)
     table, first = table_of(capture, name, weight)
@@ -219,7 +221,8 @@ def _embedding_bag(capture: CaptureForRules, name: str, func: Callable, args: tu
     order = ("input", "weight", "offsets", "max_norm", "norm_type", "scale_grad_by_freq", "mode", "sparse",
              "per_sample_weights", "include_last_offset", "padding_idx")  # fmt: skip
     bound = bind(order, args, kwargs)
-    require_functional(capture, name, func, F.embedding_bag, args)
+    if func is not absent.embedding_bag:
+        require_functional(capture, name, func, F.embedding_bag, args)
     # F.embedding_bag accepts (weight, input) in the wrong order for historical reasons; so does capture.
     if not bound["input"].is_floating_point():
         pass
@@ -248,7 +251,7 @@ def _embedding_bag(capture: CaptureForRules, name: str, func: Callable, args: tu
         skip += table.tensor.shape[0]
     bound["weight"] = table.tensor.detach()
     bound["sparse"] = False
-    out = F.embedding_bag(**bound)
+    out = bound["found"] if "found" in bound else F.embedding_bag(**bound)
     if out.shape[0] != capture.units:
         raise capture.refuse(
             name,

@@ -1,0 +1,247 @@
+"""TorchRec's sharded collections of tables, in a private module: images stand where they stood, and are captured.
+
+An image is TorchRec's own unsharded collection on the device "meta": the same names, shapes and code, without memory. For its
+forward pass it lets the sharded collection look up what the batch asks for, without gradients, and hands out each feature's
+part of the result where the unsharded code would look it up itself. So capture sees lookups in whole tables, as in one process,
+and TorchRec's own backward pass, which would ship unclipped gradients, never runs.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sparsedp._torch import without_functions
+from sparsedp.capture import absent
+from sparsedp.distributed.placement import PlacedShard
+from sparsedp.errors import UnsupportedError
+from sparsedp.tables import Shard
+
+BeforeRead = Callable[
+    [Mapping[str, Tensor]], None
+]  # told the rows of each table that are about to be read, distinct, ascending
+
+_SHARDINGS = ("row_wise", "table_wise", "column_wise", "table_row_wise", "data_parallel")
+_KERNELS = ("fused", "dense")
+
+
+class _AbsentBag(nn.EmbeddingBag):
+    """A table of an image; `found` are the results of its next lookups."""
+
+    found: list[Tensor]
+
+    def forward(self, input: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return absent.embedding_bag(
+            input, self.weight, offsets, found=self.found.pop(0), mode=self.mode,
+            per_sample_weights=per_sample_weights, include_last_offset=self.include_last_offset,
+        )  # fmt: skip
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """The image loads for all of its tables."""
+
+
+class _AbsentEmbedding(nn.Embedding):
+    """As `_AbsentBag`, of a collection that does not add rows up."""
+
+    found: list[Tensor]
+
+    def forward(self, input: Tensor) -> Tensor:
+        return absent.embedding(input, self.weight, found=self.found.pop(0))
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        """The image loads for all of its tables."""
+
+
+def make_image(name: str, sharded: nn.Module) -> nn.Module:
+    """The image of a sharded collection, `name` in the module."""
+    from torchrec import EmbeddingBagCollection, EmbeddingCollection
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+
+    class Image(
+        _ImageMethods,
+        EmbeddingBagCollection if isinstance(sharded, ShardedEmbeddingBagCollection) else EmbeddingCollection,
+    ):  # type: ignore[misc]
+        pass
+
+    meta = torch.device("meta")
+    if isinstance(sharded, ShardedEmbeddingBagCollection):
+        image = Image(tables=sharded._embedding_bag_configs, is_weighted=sharded._is_weighted, device=meta)
+    else:
+        image = Image(tables=sharded._embedding_configs, device=meta, need_indices=sharded._need_indices)
+    image.stand_for(name, sharded)
+    return image
+
+
+class _ImageMethods:
+    """What an image does otherwise than the unsharded collection."""
+
+    sharded: nn.Module
+    prefix: str  # of the names of its tables in the module
+    before_read: BeforeRead | None
+    before_state: Callable[[], None] | None  # called before weights leave
+    watched: Callable[[], AbstractContextManager[Any]]  # entered around whatever waits for other ranks
+
+    def stand_for(self, name: str, sharded: nn.Module) -> None:
+        # Not as attributes of a module: the sharded one is not a part of the image.
+        self.__dict__.update(
+            sharded=sharded, prefix=f"{name}.", before_read=None, before_state=None, watched=nullcontext
+        )
+        trained = {key: p.requires_grad for key, p in sharded.named_parameters()}
+        kind = _AbsentBag if hasattr(self, "embedding_bags") else _AbsentEmbedding
+        for key, table in self.tables().items():
+            table.__class__ = kind
+            table.__dict__["found"] = []
+            table.weight.requires_grad_(trained[key])
+
+    def tables(self) -> dict[str, nn.Module]:
+        """The tables by the names of their weights in the collection."""
+        group = "embedding_bags" if hasattr(self, "embedding_bags") else "embeddings"
+        return {f"{group}.{name}.weight": table for name, table in getattr(self, group).items()}
+
+    def features(self) -> dict[str, list[str]]:
+        """The names of the features that are looked up in each table."""
+        return dict(zip(self.tables(), self._feature_names))  # type: ignore[attr-defined]
+
+    def forward(self, features: Any) -> Any:
+        with torch.no_grad(), without_functions():
+            self._look_up(features)
+        return super().forward(features)  # type: ignore[misc]
+
+    def _look_up(self, features: Any) -> None:
+        """Lets the sharded collection look everything up, and gives each table its results."""
+        from torchrec import KeyedJaggedTensor
+
+        if features.variable_stride_per_key():
+            raise UnsupportedError("A KeyedJaggedTensor with another batch for each feature is not supported.")
+        copy = KeyedJaggedTensor(
+            keys=features.keys(), values=features.values(), weights=features.weights_or_none(),
+            lengths=features.lengths(), stride=features.stride(),
+        )  # fmt: skip
+        # Not the batch's own object: it keeps what is computed of it, and capture has not seen that being made.
+        parts = copy.to_dict()
+        rows = {}
+        for key, names in self.features().items():
+            ids = torch.unique(torch.cat([parts[name].values() for name in names]).long())
+            size = self.tables()[key].weight.shape[0]
+            if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < size:
+                wrong = int(ids[0]) if int(ids[0]) < 0 else int(ids[-1])
+                raise IndexError(
+                    f"Feature(s) {', '.join(names)}: id {wrong} is not a row of table '{key}', which has {size}."
+                )
+            rows[self.prefix + key] = ids
+        if self.before_read is not None:
+            self.before_read(rows)
+        with self.watched():
+            found = self.sharded(copy)
+            self._hand_out(found.wait() if hasattr(found, "wait") else found)
+
+    def _hand_out(self, found: Any) -> None:
+        if hasattr(self, "embedding_bags"):
+            results = {name: found[name] for name in found.keys()}  # noqa: SIM118  a KeyedTensor
+            names = iter(self._embedding_names)
+        else:
+            results = {name: jagged.values() for name, jagged in found.items()}
+            names = (name for names in self._embedding_names_by_table for name in names)
+        for key, table in self.tables().items():
+            table.found[:] = [results[next(names)].detach().clone() for _ in self.features()[key]]
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """That of the sharded collection, settled."""
+        if self.before_state is not None:
+            self.before_state()
+        return self.sharded.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "A private module with sharded tables cannot be copied or pickled: its rows are in several processes. Save a "
+            "checkpoint, or engine.close() and state_dict()."
+        )
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list, unexpected: list, errors: list
+    ) -> None:
+        own = {key[len(prefix) :]: value for key, value in state_dict.items() if key.startswith(prefix)}
+        keys = self.sharded.load_state_dict(own, strict=False)
+        missing += [prefix + key for key in keys.missing_keys]
+        unexpected += [prefix + key for key in keys.unexpected_keys]
+
+
+# ---------------------------------------------------------------------- a module with collections in it
+
+
+def sharded_collections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """TorchRec's sharded parts of a module, the outermost ones, by name; raises for those that cannot be private."""
+    if "torchrec" not in sys.modules:
+        return
+    from torchrec.distributed.embedding import ShardedEmbeddingCollection
+    from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+    from torchrec.distributed.types import ShardedModule
+
+    inside: tuple[str, ...] = ()
+    for name, part in module.named_modules():
+        if not isinstance(part, ShardedModule) or name.startswith(inside):
+            continue
+        inside = (*inside, f"{name}.")
+        if type(part) not in (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection):
+            raise UnsupportedError(
+                f"Module '{name}' ({type(part).__name__}): of TorchRec's sharded modules EmbeddingBagCollection and "
+                "EmbeddingCollection can be trained privately. Managed collision and pruning change ids by the data, which is "
+                "a release of its own, and others hide their lookups."
+            )
+        yield name, part
+
+
+def placement_of(name: str, sharded: nn.Module) -> dict[str, tuple[PlacedShard, ...]]:
+    """Where the shards of a collection's tables are, by the names of the tables in the module; () for a replicated one."""
+    placed = {}
+    group = "embedding_bags" if hasattr(sharded, "embedding_bags") else "embeddings"
+    for table, sharding in sharded.module_sharding_plan.items():
+        full = f"{name}.{group}.{table}.weight"
+        kind, kernel = sharding.sharding_type, sharding.compute_kernel
+        if kind not in _SHARDINGS:
+            raise UnsupportedError(_refused(full, f"sharding type '{kind}'", f"Use one of {', '.join(_SHARDINGS)}"))
+        if kernel not in _KERNELS:
+            raise UnsupportedError(
+                _refused(
+                    full, f"compute kernel '{kernel}'", "It keeps rows in a cache or a store of its own. Use 'fused'"
+                )
+            )
+        if kind == "data_parallel":
+            placed[full] = ()
+            continue
+        parts = tuple(
+            PlacedShard(shard.placement.rank(), _shard(shard.shard_offsets, shard.shard_sizes))
+            for shard in sharding.sharding_spec.shards
+        )
+        held = [part.rank for part in parts if len(part.shard.rows)]
+        if len(set(held)) < len(held):
+            raise UnsupportedError(_refused(full, "several shards on one rank", "Give each rank one shard of a table"))
+        placed[full] = tuple(part for part in parts if len(part.shard.rows))
+    return placed
+
+
+def _shard(offsets: list[int], sizes: list[int]) -> Shard:
+    (row, column), (rows, columns) = offsets, sizes
+    return Shard(range(row, row + rows), range(column, column + columns))
+
+
+def _refused(table: str, what: str, instead: str) -> str:
+    return f"Table '{table}' has {what}, which cannot be trained privately. {instead}."
+
+
+def local_shards(sharded: nn.Module) -> dict[str, Tensor]:
+    """The memory of the shards that this rank has, by the names of the tables in the collection."""
+    shards = {}
+    for key, value in sharded.state_dict().items():
+        if hasattr(value, "local_shards"):
+            local = value.local_shards()
+            if local:
+                shards[key] = local[0].tensor.detach()
+        elif isinstance(value, Tensor):
+            shards[key] = value.detach()
+    return shards

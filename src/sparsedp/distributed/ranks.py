@@ -1,0 +1,169 @@
+"""The processes that train together, through torch.distributed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparsedp._torch import default_store
+from sparsedp.capture import RowSpace
+from sparsedp.distributed.exchange import ProcessExchange
+from sparsedp.distributed.placement import Placement
+from sparsedp.errors import RankLostError, SparseDPError
+from sparsedp.tables import Ranks, RowExchange, Shard, TableSpec
+
+
+_GRACE = 10.0  # seconds in which ranks that are there say so, after a message failed
+
+
+@dataclass(frozen=True)
+class ShardInSpace:
+    """A shard of a table, and where its rows are in the numbering of all tables."""
+
+    name: str
+    table_first: int  # global row of the table's first row
+    first: int  # global row of the shard's first row
+    end: int
+    columns: range
+
+
+class ProcessRanks(Ranks):
+    """Each process has this view of all of them."""
+
+    several = True
+
+    def __init__(self, group: Any, placement: Placement, tables: Mapping[str, TableSpec], dtype: torch.dtype) -> None:
+        self.group, self.placement, self._tables, self._dtype = group, placement, tables, dtype
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self._lost = 0  # how often a message failed
+        self._spaces: dict[tuple[RowSpace, int], list[ShardInSpace]] = {}
+
+    @cached_property
+    def shards(self) -> Mapping[str, Shard]:  # type: ignore[override]
+        return self.placement.of_rank(self.rank)
+
+    def owns(self, name: str) -> bool:
+        return name in self.shards
+
+    def owned(self, name: str) -> range:
+        return self.shards[name].rows if name in self.shards else range(0)
+
+    def shards_in(self, space: RowSpace, rank: int) -> list[ShardInSpace]:
+        """The shards that a rank has of the tables of a space, in the order of their names."""
+        if (space, rank) not in self._spaces:
+            shards = self.placement.of_rank(rank)
+            self._spaces[space, rank] = [
+                ShardInSpace(
+                    name, start, start + shards[name].rows.start, start + shards[name].rows.stop, shards[name].columns
+                )
+                for name, start in zip(space.names, space.starts)
+                if name in shards
+            ]
+        return self._spaces[space, rank]
+
+    def exchange(self, space: RowSpace, rows: Tensor) -> RowExchange:
+        return ProcessExchange(self, space, rows)
+
+    def meet(self, step: int, dense: Iterable[Tensor]) -> None:
+        mine = torch.tensor([step, sum(_sum_of_bits(tensor) for tensor in dense) % (1 << 62)])
+        every = self._all_gather(mine)
+        for what, numbers in zip(("step", "dense parameters"), every.T.tolist()):
+            other = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
+            if other is not None:
+                counted = f": {numbers[other]} there, {numbers[0]} on rank 0" if what == "step" else ""
+                raise SparseDPError(
+                    f"Rank {other} differs from rank 0 in its {what}{counted}. All ranks must take the same steps from the same "
+                    "weights: whatever changes dense parameters in training has to do so on all of them. Nothing was written."
+                )
+
+    # ------------------------------------------------------------------ messages
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Around whatever waits for other ranks: if that fails, says which of them are missing."""
+        try:
+            yield
+        except RuntimeError as error:
+            missing = self._missing()
+            if not missing:
+                raise
+            names = ", ".join(map(str, missing))
+            raise RankLostError(
+                f"Rank(s) {names} of {self.count} did not answer: killed, out of memory, or stopped by an error of their own? "
+                "Look at their output. The last checkpoint is whole: resume from it, with as many ranks as there are."
+            ) from error
+
+    def _missing(self) -> list[int]:
+        """The ranks that do not say within some seconds that they lost somebody, too."""
+        store, self._lost = default_store(), self._lost + 1
+        waited, missing = _GRACE, []
+        try:
+            store.set(f"sparsedp/lost/{self._lost}/{self.rank}", "here")
+        except RuntimeError:  # the store is rank 0's, or whoever launched all of them
+            return [0] if self.rank else []
+        for rank in range(self.count):
+            begin = time.monotonic()
+            try:
+                store.wait([f"sparsedp/lost/{self._lost}/{rank}"], timedelta(seconds=max(0.1, waited)))
+            except RuntimeError:
+                missing.append(rank)
+            waited -= time.monotonic() - begin
+        return missing
+
+    def all_to_all(self, values: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """The parts of `values` go to the ranks, sent[r] numbers to rank r; what comes back has received[r] from rank r."""
+        out = values.new_empty(sum(received))
+        with self.watched():
+            dist.all_to_all_single(out, values.contiguous(), list(received), list(sent), group=self.group)
+        return out
+
+    def gather(self, values: Tensor) -> Tensor:
+        """What all ranks have, (n,) each, end to end."""
+        sizes = self._all_gather(torch.tensor([len(values)])).flatten().tolist()
+        padded = values.new_zeros(max(sizes))
+        padded[: len(values)] = values
+        return torch.cat([part[:size] for part, size in zip(self._all_gather(padded), sizes)])
+
+    def _all_gather(self, values: Tensor) -> Tensor:
+        """What all ranks have, of one shape: (ranks, ...)."""
+        parts = [torch.empty_like(values) for _ in range(self.count)]
+        with self.watched():
+            dist.all_gather(parts, values, group=self.group)
+        return torch.stack(parts)
+
+    def no_numbers(self) -> Tensor:
+        return torch.empty(0, dtype=self._dtype)
+
+    def add_up_dense(self, sums: Sequence[Tensor]) -> None:
+        if not sums:
+            return
+        flat = torch.cat([total.reshape(-1) for total in sums])
+        with self.watched():
+            dist.all_reduce(flat, group=self.group)
+        for total, part in zip(sums, flat.split([total.numel() for total in sums])):
+            total.copy_(part.view_as(total))
+
+    def agree(self, error: Exception | None) -> None:
+        if not self._all_gather(torch.tensor([error is not None])).any():
+            return
+        texts: list[Any] = [None] * self.count
+        with self.watched():
+            dist.all_gather_object(texts, None if error is None else (type(error), str(error)), group=self.group)
+        if error is not None:
+            raise error
+        rank, (kind, text) = next((rank, text) for rank, text in enumerate(texts) if text is not None)
+        raise kind(f"On rank {rank}: {text}")
+
+
+def _sum_of_bits(tensor: Tensor) -> int:
+    """A number that tells tensors apart that differ by accident."""
+    return int(tensor.detach().contiguous().view(torch.int32).sum(dtype=torch.int64))

@@ -1,0 +1,188 @@
+"""A module, its optimizer and its data in several processes that train one model: what `make_private` needs to know of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from sparsedp._torch import set_timeout
+from sparsedp.capture import RowSpace
+from sparsedp.distributed.collections import local_shards, make_image, placement_of, sharded_collections
+from sparsedp.distributed.placement import PlacedShard, Placement
+from sparsedp.distributed.ranks import ProcessRanks
+from sparsedp.errors import SparseDPError, UnsupportedError
+from sparsedp.noise import RandomKey
+from sparsedp.plan import PrivacyPlan
+from sparsedp.sampling import Share
+from sparsedp.tables import Owner, Shard, TableSpec
+from sparsedp.version import __version__
+
+
+def is_distributed(module: nn.Module) -> bool:
+    """Whether several processes train a module together, or one that has TorchRec's sharded collections."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    return dist.get_world_size() > 1 or any(True for _ in sharded_collections(unwrapped(module)))
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module itself, without TorchRec's DistributedModelParallel around it."""
+    inner = getattr(module, "_dmp_wrapped_module", None)
+    return module if inner is None else inner
+
+
+@dataclass(eq=False)
+class Together:
+    """The part that this process has in a run of several."""
+
+    group: Any
+    rank: int
+    count: int
+    images: dict[str, Any]  # of the sharded collections, by name
+    placement: dict[str, tuple[PlacedShard, ...]]  # of their tables; () for those that every rank has as a whole
+    # Where images stand: the module, the attribute, and the sharded collection that was there.
+    places: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
+    held: dict[str, nn.Parameter] = field(
+        default_factory=dict
+    )  # of their tables: this rank's shards, for the optimizer
+
+    def held_parameters(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        return {name: self.held.get(name, parameter) for name, parameter in parameters.items()}
+
+    def ranks(self, tables: Mapping[str, TableSpec], dtype: torch.dtype) -> ProcessRanks:
+        placed = {name: self.placement.get(name, ()) for name in tables}
+        everywhere = frozenset(name for name, parts in placed.items() if not parts)
+        for name in everywhere:
+            whole = Shard(range(tables[name].rows), range(tables[name].dim))
+            placed[name] = tuple(PlacedShard(rank, whole) for rank in range(self.count))
+        return ProcessRanks(self.group, Placement(self.count, placed, everywhere), tables, dtype)
+
+    def settle_before_reads(self, owner: Owner, ranks: ProcessRanks, tables: Mapping[str, TableSpec]) -> None:
+        """From now on, owners settle rows before a sharded collection reads them, and all before its weights leave it."""
+
+        def before_read(rows: Mapping[str, Tensor]) -> None:
+            space = RowSpace.of({name: tables[name] for name in rows if name in tables})
+            asked = space.split(ranks.exchange(space, space.join({name: rows[name] for name in space.names})).rows)
+            for name, numbers in asked.items():
+                if ranks.owns(name) and len(numbers):
+                    owner.before_read(name, numbers)
+
+        for image in self.images.values():
+            image.__dict__.update(
+                before_read=before_read if owner.adds_noise else None,
+                before_state=owner.settle_all,
+                watched=ranks.watched,
+            )
+
+    def close(self) -> None:
+        """Puts the sharded collections back where they were."""
+        for parent, last, sharded in self.places:
+            setattr(parent, last, sharded)
+
+    def share(self) -> Share | None:
+        """Which units of each batch this process reads."""
+        return Share(self.rank, self.count) if self.count > 1 else None
+
+    def begin(self, plan: PrivacyPlan, module: nn.Module, tables: Mapping[str, TableSpec]) -> ProcessRanks:
+        """Makes sure that all ranks are about to do the same, and sends them the dense parameters of rank 0."""
+        if not plan.mechanism.takes_ranks:
+            raise UnsupportedError(
+                f"The mechanism '{plan.mechanism.name}' selects by what it sees of a batch itself, and cannot train in several "
+                "processes. It would have to ask step.exchange and set takes_ranks."
+            )
+        self.require_same({"the plan": plan.hash, "torch": torch.__version__, "SparseDP": __version__})
+        self.send_dense(module)
+        return self.ranks(tables, next(iter(tables.values())).dtype if tables else torch.float32)
+
+    def share_key(self, key: RandomKey) -> RandomKey:
+        """Rank 0's key, for all ranks. It is sent once, and never written down."""
+        sent: list[Any] = [(key.secret, key.seeded)]
+        dist.broadcast_object_list(sent, src=0, group=self.group)
+        return RandomKey(*sent[0])
+
+    def require_same(self, what: Mapping[str, Any]) -> None:
+        """Raises on all ranks if one has something else than rank 0."""
+        every: list[Any] = [None] * self.count
+        dist.all_gather_object(every, dict(what), group=self.group)
+        for rank, other in enumerate(every):
+            different = [name for name in every[0] if other.get(name) != every[0][name]]
+            if different:
+                name = different[0]
+                raise SparseDPError(
+                    f"Rank {rank} differs from rank 0 in {name}: {other.get(name)!r} there, {every[0][name]!r} on rank 0. All "
+                    "ranks must train the same model with the same settings, on the data and versions that belong together."
+                )
+
+    def send_dense(self, module: nn.Module) -> None:
+        """Rank 0's dense parameters and buffers, for all ranks."""
+        with torch.no_grad():
+            for tensor in (*module.parameters(), *module.buffers()):
+                if not tensor.is_meta:
+                    dist.broadcast(tensor.data, src=0, group=self.group)
+
+
+@contextmanager
+def together(module: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Iterator[Together | None]:
+    """Lets images stand for the sharded collections of a module; not if what happens inside fails.
+
+    None where this process trains alone. Ranks wait for each other for at most `timeout`.
+    """
+    if not is_distributed(module):
+        yield None
+        return
+    inner = unwrapped(module)
+    _refuse_wrapped(inner)
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    set_timeout(dist.group.WORLD, timeout)
+    run = Together(group, dist.get_rank(), dist.get_world_size(), {}, {})
+    try:
+        for name, sharded in list(sharded_collections(inner)):
+            if not name:
+                raise UnsupportedError("The module is a sharded collection itself. Make it a part of a module.")
+            run.placement |= placement_of(name, sharded)
+            image = make_image(name, sharded)
+            parent, _, last = name.rpartition(".")
+            owner = inner.get_submodule(parent)
+            run.places.append((owner, last, sharded))
+            setattr(owner, last, image)
+            run.images[name] = image
+            run.held |= _hold_shards(name, sharded, optimizer)
+        yield run
+    except BaseException:
+        run.close()
+        raise
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    for name, part in module.named_modules():
+        if isinstance(part, nn.parallel.DistributedDataParallel):
+            raise UnsupportedError(
+                f"Module '{name}' is wrapped in DistributedDataParallel, which would add up unclipped gradients. With TorchRec, "
+                "make DistributedModelParallel(module, init_data_parallel=False), or use torchrec.distributed.shard."
+            )
+        if type(part).__name__ in ("FullyShardedDataParallel", "FSDPModule") or hasattr(part, "_fsdp_state"):
+            raise UnsupportedError(
+                f"Module '{name}' is under FSDP, which is not supported: leave the dense part whole."
+            )
+
+
+def _hold_shards(name: str, sharded: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """Leaf parameters with the memory of this rank's shards, in the optimizer in place of TorchRec's views of them."""
+    memory = local_shards(sharded)
+    held = {}
+    for key, given in sharded.named_parameters():
+        mine = nn.Parameter(memory[key] if key in memory else given.detach(), requires_grad=given.requires_grad)
+        held[f"{name}.{key}"] = mine
+        for group in optimizer.param_groups:
+            group["params"] = [mine if parameter is given else parameter for parameter in group["params"]]
+        if given in optimizer.state:  # Adagrad makes its own when it is made
+            optimizer.state[mine] = optimizer.state.pop(given)
+    return held
