@@ -134,10 +134,9 @@ def private_parameters(
     """
     of_optimizer = {name: held.get(name, parameter) for name, parameter in module.named_parameters()}
     names = {id(parameter): name for name, parameter in of_optimizer.items()}
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if foreign := sum(1 for parameter in held if id(parameter) not in names):
+    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if foreign := len(ids - names.keys()):
         raise UnsupportedError(f"{foreign} parameter(s) of the optimizer do not belong to the module.")
-    ids = {id(parameter) for parameter in held}
     missing = [n for n, p in module.named_parameters() if p.requires_grad and id(of_optimizer[n]) not in ids]
     if missing:
         raise UnsupportedError(

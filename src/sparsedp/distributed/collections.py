@@ -62,10 +62,11 @@ def make_image(name: str, sharded: nn.Module) -> nn.Module:
     from torchrec import EmbeddingBagCollection, EmbeddingCollection
     from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 
-    class Image(
-        _ImageMethods,
-        EmbeddingBagCollection if isinstance(sharded, ShardedEmbeddingBagCollection) else EmbeddingCollection,
-    ):  # type: ignore[misc]
+    unsharded: Any = (
+        EmbeddingBagCollection if isinstance(sharded, ShardedEmbeddingBagCollection) else EmbeddingCollection
+    )
+
+    class Image(_ImageMethods, unsharded):
         pass
 
     meta = torch.device("meta")
@@ -84,6 +85,9 @@ class _ImageMethods:
     prefix: str  # of the names of its tables in the module
     before_read: BeforeRead | None
     before_state: Callable[[], None] | None  # called before weights leave
+    _feature_names: list[list[str]]  # TorchRec's own, as the two below
+    _embedding_names: list[str]
+    _embedding_names_by_table: list[list[str]]
     watched: Callable[[], AbstractContextManager[Any]]  # entered around whatever waits for other ranks
 
     def stand_for(self, name: str, sharded: nn.Module) -> None:
@@ -98,14 +102,14 @@ class _ImageMethods:
             table.__dict__["found"] = []
             table.weight.requires_grad_(trained[key])
 
-    def tables(self) -> dict[str, nn.Module]:
+    def tables(self) -> dict[str, Any]:
         """The tables by the names of their weights in the collection."""
         group = "embedding_bags" if hasattr(self, "embedding_bags") else "embeddings"
         return {f"{group}.{name}.weight": table for name, table in getattr(self, group).items()}
 
     def features(self) -> dict[str, list[str]]:
         """The names of the features that are looked up in each table."""
-        return dict(zip(self.tables(), self._feature_names))  # type: ignore[attr-defined]
+        return dict(zip(self.tables(), self._feature_names))
 
     def forward(self, features: Any) -> Any:
         with torch.no_grad(), without_functions():
@@ -198,9 +202,10 @@ def sharded_collections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def placement_of(name: str, sharded: nn.Module) -> dict[str, tuple[PlacedShard, ...]]:
     """Where the shards of a collection's tables are, by the names of the tables in the module; () for a replicated one."""
-    placed = {}
+    placed: dict[str, tuple[PlacedShard, ...]] = {}
     group = "embedding_bags" if hasattr(sharded, "embedding_bags") else "embeddings"
-    for table, sharding in sharded.module_sharding_plan.items():
+    plan: Any = sharded.module_sharding_plan
+    for table, sharding in plan.items():
         full = f"{name}.{group}.{table}.weight"
         kind, kernel = sharding.sharding_type, sharding.compute_kernel
         if kind not in _SHARDINGS:
