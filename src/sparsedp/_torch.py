@@ -36,6 +36,7 @@ __all__ = [
     "is_any_autocast_enabled",
     "is_functorch_tensor",
     "is_tracing",
+    "make_sharded_tensor",
     "module_backward_hooks",
     "module_backward_pre_hooks",
     "optimizer_post_hooks",
@@ -72,6 +73,21 @@ float32_precision = getattr(torch._C, "_get_fp32_precision_getter", None)  # Non
 def default_store() -> Any:
     """What the processes of the default process group share numbers and texts through."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def make_sharded_tensor(
+    local: torch.Tensor | None, cuts: list[tuple[int, int]], shape: tuple[int, ...], rank: int, group: Any
+) -> Any:
+    """A tensor that is divided among the processes of a group: `local` is at `cuts`, (begin, end) along each axis."""
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor import init_from_local_shards
+    from torch.distributed._shard.sharded_tensor.shard import Shard
+
+    shards = []
+    if local is not None:
+        begin, sizes = [cut[0] for cut in cuts], [cut[1] - cut[0] for cut in cuts]
+        shards.append(Shard(local, ShardMetadata(begin, sizes, f"rank:{rank}/{local.device}")))
+    return init_from_local_shards(shards, *shape, process_group=group)
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:

@@ -63,12 +63,12 @@ class Lineage:
 
     ledgers: dict[str, Ledger] = field(default_factory=dict)
 
-    def add(self, ledger: Ledger) -> None:
-        """Adds the ledger of a checkpoint that is written now.
+    def add(self, ledger: Ledger, mark: str | None = None) -> None:
+        """Adds the ledger of a checkpoint that is written now; under a `mark` that several processes agree on, if given.
 
         Of many, the oldest are forgotten: going back to one of them is then charged too much, never too little.
         """
-        self.ledgers[secrets.token_hex(16)] = Ledger(list(ledger.entries), ledger.composition)
+        self.ledgers[mark or secrets.token_hex(16)] = Ledger(list(ledger.entries), ledger.composition)
         while len(self.ledgers) > _MARKS:
             del self.ledgers[next(iter(self.ledgers))]
 

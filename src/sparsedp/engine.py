@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,6 +20,7 @@ from sparsedp.accounting.ledger import Ledger
 from sparsedp.accounting.registry import find_accountant
 from sparsedp.capture import Capture, Draws, PublicInputs
 from sparsedp.check import CheckReport
+from sparsedp.distributed import checkpoint as checkpoint_of_several
 from sparsedp.distributed.training import Together, together, unwrapped
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.fallback import fallback_tables
@@ -375,18 +377,26 @@ class PrivacyEngine:
     def save_checkpoint(self, path: str | os.PathLike[str], extra: dict[str, Any] | None = None) -> None:
         """Writes weights, optimizer, ledger, plan and position, atomically. `extra` holds plain values of the caller's.
 
+        Where several processes train together all of them call it, with the same path, which becomes a folder. It can be
+        loaded into another number of processes, another sharding, and into one process, and a file of one process into several.
+
         The noise and sampling keys are written only if the engine is seeded: in a file, they would let its
         reader subtract the noise. An unseeded run that is resumed goes on with fresh randomness, which has the
         same law.
         """
         module, optimizer, loader = self._parts()
         optimizer.require_fully_loaded()
-        self._lineage.add(self.ledger)
-        checkpoint.save(path, checkpoint.State(
-            plan=self.plan, lineage=self._lineage, model=module.state_dict(), optimizer=optimizer.named_state_dict(),
-            loader=loader.state_dict(), prepared=optimizer.preparation.state, seed=self._seed,
-            extra=extra or {}, notes=self._notes, order=self._order(),
-        ), self._signing_key)  # fmt: skip
+        run, state = self._run, checkpoint.State(
+            plan=self.plan, lineage=self._lineage, model={}, optimizer={}, loader=loader.state_dict(),
+            prepared=optimizer.preparation.state, seed=self._seed, extra=extra or {}, notes=self._notes, order=self._order(),
+        )  # fmt: skip
+        if run is None:
+            self._lineage.add(self.ledger)
+            state.model, state.optimizer = module.state_dict(), optimizer.named_state_dict()
+            checkpoint.save(path, state, self._signing_key)
+        else:
+            self._lineage.add(self.ledger, run.from_rank_0(secrets.token_hex(16)))
+            checkpoint_of_several.save(path, state, self._signing_key, run, module, optimizer)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Continues a run with the same plan; returns the caller's `extra`. If anything is wrong, nothing changes.
@@ -395,7 +405,9 @@ class PrivacyEngine:
         Steps that this engine took and that are not in the checkpoint stay in the ledger: they were seen.
         """
         module, optimizer, loader = self._parts()
-        state = checkpoint.load(path, self.plan, self._seed, self._signing_key, self._order())
+        of_several = checkpoint_of_several.is_of_several(path)
+        read = checkpoint_of_several.load if of_several else checkpoint.load
+        state = read(path, plan=self.plan, seed=self._seed, key=self._signing_key, order=self._order())
         if (
             self.plan.frequencies is not None
             and state.prepared.released
@@ -410,7 +422,12 @@ class PrivacyEngine:
         with optimizer.owner.replaced(), self._capture.replacing():
             loaded = leaving.loading(module)
             common = self._lineage.common(state.lineage)
-            copy_tensors = checkpoint.restore(state, common, module, optimizer, self.ledger, loader)
+            if of_several or self._run is not None:
+                copy_tensors = checkpoint_of_several.restore(
+                    path, state, common, module, optimizer, self.ledger, loader, self._run
+                )
+            else:
+                copy_tensors = checkpoint.restore(state, common, module, optimizer, self.ledger, loader)
             self._lineage.join(state.lineage)
             self._resumed = True
             self._notes += [note for note in state.notes if note not in self._notes]

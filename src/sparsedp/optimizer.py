@@ -139,6 +139,10 @@ class PrivateOptimizer(Optimizer):
         numbered = {numbers.get(key, key): value for key, value in state_dict["state"].items()}
         self.load_state_dict({**state_dict, "state": numbered, "param_groups": groups})
 
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        """What the wrapped optimizer moves: of a table that is divided among processes, this one's shard."""
+        return dict(zip(self._names_in_order(), (p for group in self.param_groups for p in group["params"])))
+
     def _names_in_order(self) -> list[str]:
         return [self._names[id(parameter)] for group in self.param_groups for parameter in group["params"]]
 

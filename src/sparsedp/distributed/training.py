@@ -102,11 +102,29 @@ class Together:
         self.send_dense(module)
         return self.ranks(tables, next(iter(tables.values())).dtype if tables else torch.float32)
 
+    @property
+    def divided(self) -> set[str]:
+        """The tables of which each rank has a part alone."""
+        return {name for name, parts in self.placement.items() if parts}
+
+    def merged(self, values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """What all ranks know of things by name: where several know of one, the first of them says."""
+        every: list[Any] = [None] * self.count
+        dist.all_gather_object(every, {name: dict(known) for name, known in values.items()}, group=self.group)
+        merged: dict[str, dict[str, Any]] = {}
+        for known in reversed(every):
+            for name, entries in known.items():
+                merged[name] = {**merged.get(name, {}), **entries}
+        return merged
+
+    def from_rank_0(self, value: Any) -> Any:
+        sent = [value]
+        dist.broadcast_object_list(sent, src=0, group=self.group)
+        return sent[0]
+
     def share_key(self, key: RandomKey) -> RandomKey:
         """Rank 0's key, for all ranks. It is sent once, and never written down."""
-        sent: list[Any] = [(key.secret, key.seeded)]
-        dist.broadcast_object_list(sent, src=0, group=self.group)
-        return RandomKey(*sent[0])
+        return RandomKey(*self.from_rank_0((key.secret, key.seeded)))
 
     def require_same(self, what: Mapping[str, Any]) -> None:
         """Raises on all ranks if one has something else than rank 0."""
