@@ -98,6 +98,13 @@ class Together:
                 f"The mechanism '{plan.mechanism.name}' selects by what it sees of a batch itself, and cannot train in several "
                 "processes. It would have to ask step.exchange and set takes_ranks."
             )
+        copied = sorted(tables.keys() - self.placement.keys())
+        if plan.mechanism.noise_waits and copied:
+            raise UnsupportedError(
+                f"Table '{copied[0]}' is on every rank as a whole, outside of TorchRec's collections. With {plan.mechanism.name}, "
+                "a rank that reads its rows would settle them, and the others would not hear of it. Make it a table of an "
+                "EmbeddingCollection or EmbeddingBagCollection."
+            )
         self.require_same({"the plan": plan.hash, "torch": torch.__version__, "SparseDP": __version__})
         self.send_dense(module)
         return self.ranks(tables, next(iter(tables.values())).dtype if tables else torch.float32)

@@ -1,0 +1,62 @@
+"""Runs a function of `programs.py` in several processes, the ranks of a process group on loopback."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+SECONDS = 300  # until ranks that do not end are killed
+
+
+@dataclass
+class Ended:
+    """How a rank ended."""
+
+    code: int
+    result: Any  # what the function returned; None if it did not
+    output: str
+
+    @property
+    def value(self) -> Any:
+        assert self.code == 0, self.output
+        return self.result
+
+
+def launch(ranks: int, program: str, *args: Any, **kwargs: Any) -> list[Ended]:
+    """Each rank's end. The store through which they meet is this process's: no rank's death takes it along."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
+    with tempfile.TemporaryDirectory() as folder:
+        call = Path(folder) / "call"
+        call.write_bytes(pickle.dumps((program, args, kwargs)))
+        outputs = [Path(folder) / f"output-{rank}" for rank in range(ranks)]
+        processes = []
+        for rank in range(ranks):
+            command = [sys.executable, str(HERE / "rank.py"), str(store.port), str(rank), str(ranks), folder]
+            with outputs[rank].open("wb") as output:
+                processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment))
+        try:
+            codes = [process.wait(SECONDS) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        results = [Path(folder) / f"result-{rank}" for rank in range(ranks)]
+        return [
+            Ended(
+                code,
+                pickle.loads(result.read_bytes()) if result.is_file() else None,
+                output.read_text(errors="replace"),
+            )
+            for code, result, output in zip(codes, results, outputs)
+        ]

@@ -1,0 +1,528 @@
+"""What ranks run in the tests: `launch("name", ...)` calls a function of this file on each of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import torchrec
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed.shard import shard
+from torchrec.distributed.sharding_plan import (
+    column_wise,
+    construct_module_sharding_plan,
+    data_parallel,
+    row_wise,
+    table_row_wise,
+    table_wise,
+)
+
+import sparsedp
+import sparsedp.distributed.training as training
+
+FEATURES = {"a": 37, "b": 37, "c": 11, "d": 53}
+BATCH, STEPS = 32, 20
+
+
+class Clicks(Dataset):
+    """Bags of up to three ids for each of four features, some empty, some with an id twice; dense numbers; a label; a user."""
+
+    def __init__(self, count: int = 200, seed: int = 1) -> None:
+        draw = torch.Generator().manual_seed(seed)
+        lengths = torch.randint(0, 4, (count, len(FEATURES)), generator=draw)
+        self.ids = [
+            [torch.randint(0, rows, (int(n),), generator=draw) for n, rows in zip(row, FEATURES.values())]
+            for row in lengths
+        ]
+        for bags in self.ids[::3]:
+            for bag in bags:
+                bag[1:] = bag[:1].expand(len(bag[1:])) if len(bag) else bag[1:]
+        self.numbers = torch.randn(count, 3, generator=draw)
+        self.country = torch.randint(0, 9, (count,), generator=draw)
+        self.labels = (torch.rand(count, generator=draw) < 0.4).float()
+        self.users = torch.randint(0, 60, (count,), generator=draw).numpy()
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
+        return self.numbers[i], self.ids[i], self.country[i], self.labels[i]
+
+
+def collate(items: list[Any]) -> tuple[Tensor, KeyedJaggedTensor, Tensor, Tensor]:
+    numbers, ids, country, labels = zip(*items)
+    bags = [example[feature] for feature in range(len(FEATURES)) for example in ids]
+    lengths = torch.tensor([len(bag) for bag in bags])
+    features = KeyedJaggedTensor(keys=list(FEATURES), values=torch.cat(bags), lengths=lengths)
+    return torch.stack(numbers), features, torch.stack(country), torch.stack(labels)
+
+
+class Bags(nn.Module):
+    """Tables of a collection, one of them for two features, by mean and by sum."""
+
+    def __init__(self, with_country: bool = True) -> None:
+        super().__init__()
+        mean = torchrec.PoolingType.MEAN
+        self.tables = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(
+                    name="t0", embedding_dim=8, num_embeddings=37, feature_names=["a", "b"], pooling=mean
+                ),
+                EmbeddingBagConfig(name="t1", embedding_dim=8, num_embeddings=11, feature_names=["c"]),
+                EmbeddingBagConfig(name="t2", embedding_dim=16, num_embeddings=53, feature_names=["d"]),
+            ]
+        )
+        self.country = nn.Embedding(9, 4) if with_country else None
+        width = 3 + 8 + 8 + 8 + 16 + (4 if with_country else 0)
+        self.over = nn.Sequential(nn.Linear(width, 12), nn.ReLU(), nn.Linear(12, 1))
+
+    def forward(self, numbers: Tensor, features: KeyedJaggedTensor, country: Tensor) -> Tensor:
+        parts = [numbers, self.tables(features).values()]
+        if self.country is not None:
+            parts.append(self.country(country))
+        return self.over(torch.cat(parts, 1)).squeeze(1)
+
+
+class Sequences(nn.Module):
+    """Tables of a collection that does not add rows up: each example's rows are added up here."""
+
+    def __init__(self, with_country: bool = True) -> None:
+        super().__init__()
+        self.tables = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(name="t0", embedding_dim=8, num_embeddings=37, feature_names=["a", "b"]),
+                EmbeddingConfig(name="t1", embedding_dim=8, num_embeddings=53, feature_names=["d"]),
+            ]
+        )
+        self.over = nn.Linear(3 + 24, 1)
+
+    def forward(self, numbers: Tensor, features: KeyedJaggedTensor, country: Tensor) -> Tensor:
+        rows = self.tables(features)
+        sums = [rows[name].to_padded_dense(4).sum(1) for name in ("a", "b", "d")]
+        return self.over(torch.cat([numbers, *sums], 1)).squeeze(1)
+
+
+KINDS: dict[str, type[nn.Module]] = {"bags": Bags, "sequences": Sequences}
+
+
+def make(kind: str = "bags", with_country: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    return KINDS[kind](with_country)
+
+
+def sharding_of(kind: str, table: int) -> Any:
+    ranks = dist.get_world_size()
+    return {
+        "row_wise": lambda: row_wise(compute_kernel="fused"),
+        "table_wise": lambda: table_wise(rank=table % ranks, compute_kernel="fused"),
+        "column_wise": lambda: column_wise(ranks=list(range(ranks))[:2], compute_kernel="fused"),
+        "table_row_wise": lambda: table_row_wise(host_index=0),
+        "data_parallel": lambda: data_parallel(),
+    }[kind]()
+
+
+def sharded(module: nn.Module, sharding: str) -> nn.Module:
+    """The module with its collection sharded, and the weights that it had."""
+    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    group = "embedding_bags" if hasattr(module.tables, "embedding_bags") else "embeddings"
+    names = list(getattr(module.tables, group))
+    ranks = dist.get_world_size()
+    plan = construct_module_sharding_plan(
+        module.tables, {name: sharding_of(sharding, i) for i, name in enumerate(names)},
+        local_size=ranks, world_size=ranks, device_type="cpu",
+    )  # fmt: skip
+    module.tables = shard(module.tables, plan, device=torch.device("cpu"))
+    for name, part, where in parts_of(module):
+        part.copy_(weights[name][where])
+    return module
+
+
+def parts_of(module: nn.Module) -> Iterator[tuple[str, Tensor, tuple[slice, ...]]]:
+    """What this rank has of each tensor of a state_dict, and where in the whole tensor that is."""
+    for name, value in module.state_dict().items():
+        if hasattr(value, "local_shards"):
+            for local in value.local_shards():
+                begin, size = local.metadata.shard_offsets, local.metadata.shard_sizes
+                yield name, local.tensor, tuple(slice(b, b + s) for b, s in zip(begin, size))
+        else:
+            yield name, value, ()
+
+
+PUBLIC = {f"tables.embedding_bags.t{i}.weight": torch.arange(n).float() % 7 for i, n in enumerate((37, 11, 53))}
+PUBLIC["country.weight"] = torch.arange(9).float()
+MECHANISMS: dict[str, Callable[[], sparsedp.mechanisms.Mechanism]] = {
+    "dpsgd": lambda: sparsedp.DPSGD(),
+    "lazydp": lambda: sparsedp.LazyDP(),
+    "lazydp by step": lambda: sparsedp.LazyDP(aggregate=False),
+    "eana": lambda: sparsedp.EANA(),
+    "fest": lambda: sparsedp.FEST(k=40, counts=PUBLIC),
+    "fest, counted": lambda: sparsedp.FEST(k=40, epsilon=1.0, delta=1e-6, inputs=lambda batch: batch[:-1]),
+    "adafest": lambda: sparsedp.AdaFEST(threshold=2.0, noise_ratio=2.0),
+    "adafest+": lambda: sparsedp.AdaFEST(
+        threshold=2.0, noise_ratio=2.0, preselect=sparsedp.FEST(k=60, epsilon=1.0, delta=1e-6)
+    ),
+    "exponential": lambda: sparsedp.ExponentialSelection(k=20),
+}
+
+
+def begin(
+    module: nn.Module, mechanism: str, *, seed: int | None = 3, optimizer: str = "sgd", momentum: float = 0.0,
+    data: Dataset | None = None, timeout: float = 60.0, noise_multiplier: float = 1.0, **settings: Any,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    """(engine, module, optimizer, loader) of a private run."""
+    parameters = list(module.parameters())
+    mover = (
+        torch.optim.Adagrad(parameters, lr=0.01)
+        if optimizer == "adagrad"
+        else torch.optim.SGD(parameters, lr=0.01, momentum=momentum)
+    )
+    loader = DataLoader(data or Clicks(), batch_size=BATCH, shuffle=True, collate_fn=collate)
+    engine = sparsedp.PrivacyEngine(seed=seed, rank_timeout=timeout)
+    private = engine.make_private(
+        module=module, optimizer=mover, data_loader=loader, noise_multiplier=noise_multiplier, max_grad_norm=1.0,
+        mechanism=MECHANISMS[mechanism](), **settings,
+    )  # fmt: skip
+    return engine, *private
+
+
+def train(run: tuple[Any, Any, Any, Any], steps: int = STEPS, after: Callable[[int], None] = lambda step: None) -> None:
+    engine, module, optimizer, loader = run
+    while engine.ledger.steps < steps:
+        for *inputs, labels in loader:
+            optimizer.zero_grad()
+            F.binary_cross_entropy_with_logits(module(*inputs), labels).backward()
+            optimizer.step()
+            if loader.current.last:
+                after(engine.ledger.steps)
+            if engine.ledger.steps == steps:
+                return
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Within it, a rank trains as a process does that nobody trains with."""
+    before, training.is_distributed = training.is_distributed, lambda module: False
+    try:
+        yield
+    finally:
+        training.is_distributed = before
+
+
+def distance(module: nn.Module, whole: dict[str, Tensor]) -> float:
+    """The largest difference between what this rank has and whole tensors."""
+    return max(float((part - whole[name][where]).abs().max()) for name, part, where in parts_of(module) if part.numel())
+
+
+def compare(
+    mechanisms: list[str], shardings: list[str], kind: str = "bags", mutant: str = "", **settings: Any
+) -> dict[tuple[str, str], dict[str, Any]]:
+    """For each mechanism and sharding, how far a run of all ranks is from that of one process, and how far that one moved."""
+    result = {}
+    for mechanism in mechanisms:
+        with_country = not mechanism.startswith("lazydp")
+        with alone():
+            one = begin(make(kind, with_country), mechanism, **settings)
+            train(one)
+        whole = {name: tensor.clone() for name, tensor in one[1].state_dict().items()}
+        at_first = make(kind, with_country).state_dict()
+        for sharding in shardings:
+            together = begin(sharded(make(kind, with_country), sharding), mechanism, **settings)
+            with MUTANTS[mutant]():
+                train(together)
+            result[mechanism, sharding] = {
+                "distance": distance(together[1], whole),
+                "moved": max(float((whole[n] - at_first[n]).abs().max()) for n in whole if n.startswith("tables")),
+                "ledger": together[0].ledger.state_dict() == one[0].ledger.state_dict(),
+                "statement": without_boundary(together[0]) == without_boundary(one[0]),
+            }
+    return result
+
+
+def without_boundary(engine: Any) -> str:
+    """The statement, without the sentence that says what several processes send each other."""
+    return "\n".join(line for line in str(engine.statement(1e-6)).splitlines() if "between the processes" not in line)
+
+
+# ---------------------------------------------------------------------- mistakes that the comparison has to show
+
+
+@contextmanager
+def _none() -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def _gradient_division() -> Iterator[None]:
+    """TorchRec divides gradients by the number of ranks in its own backward pass, unless it is told not to."""
+    from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
+
+    before = get_gradient_division()
+    set_gradient_division(True)
+    yield
+    set_gradient_division(before)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    yield
+    setattr(owner, name, before)
+
+
+def _not_merged() -> Any:
+    """Of rows that several ranks touch, one rank's sums count."""
+    from sparsedp.distributed import exchange
+
+    def last_wins(self: Tensor, axis: int, index: Tensor, values: Tensor) -> Tensor:
+        self[index] = values
+        return self
+
+    merged = exchange.ProcessExchange._merged
+
+    def mutant(self: Any, *args: Any) -> Any:
+        with _replaced(torch.Tensor, "index_add_", last_wins):
+            return merged(self, *args)
+
+    return _replaced(exchange.ProcessExchange, "_merged", mutant)
+
+
+def _noise_twice() -> Any:
+    from sparsedp.step import PrivateStep
+
+    once = PrivateStep.add_noise
+
+    def twice(self: Any, gradient: Any) -> None:
+        once(self, gradient)
+        once(self, gradient)
+
+    return _replaced(PrivateStep, "add_noise", twice)
+
+
+def _not_added_up() -> Any:
+    """Each rank keeps its own sums of the dense parameters."""
+    from sparsedp.distributed.ranks import ProcessRanks
+
+    return _replaced(ProcessRanks, "add_up_dense", lambda self, sums: None)
+
+
+MUTANTS: dict[str, Callable[[], Any]] = {
+    "": _none,
+    "gradient division": _gradient_division,
+    "not merged": _not_merged,
+    "noise twice": _noise_twice,
+    "not added up": _not_added_up,
+}
+
+
+# ---------------------------------------------------------------------- checkpoints, and ranks that are lost
+
+
+def resume(
+    mechanism: str, sharding: str, steps: int, load: str | None, save: str | None, **settings: Any
+) -> dict[str, Any]:
+    """Trains up to a step, from a checkpoint and to one. A sharding "none": this process alone."""
+    settings.setdefault("seed", 3)
+    if sharding == "none":
+        with alone():
+            run = begin(make(with_country=False), mechanism, **settings)
+    else:
+        run = begin(sharded(make(with_country=False), sharding), mechanism, **settings)
+    if load is not None:
+        run[0].load_checkpoint(load)
+    train(run, steps)
+    if save is not None:
+        run[0].save_checkpoint(save)
+    return {
+        "parts": [(name, part.clone(), where) for name, part, where in parts_of(run[1])],
+        "ledger": run[0].ledger.state_dict(),
+        "epsilon": run[0].get_epsilon(1e-6),
+    }
+
+
+def lose(path: str, when: int, how: str, timeout: float = 60.0) -> str:
+    """Rank 1 is killed or stopped in step `when`, after a checkpoint; the others say what they are told."""
+    run = begin(sharded(make(with_country=False), "row_wise"), "adafest", seed=None, timeout=timeout)
+    engine, module = run[:2]
+
+    def after(step: int) -> None:
+        if step == when - 2:
+            engine.save_checkpoint(path)
+
+    def before(module: Any, args: Any) -> None:
+        if engine.ledger.steps == when - 1 and dist.get_rank() == 1 and module.training:
+            os.kill(os.getpid(), getattr(signal, how))
+
+    module.over.register_forward_pre_hook(before)
+    try:
+        train(run, STEPS, after)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing happened"
+
+
+def skip_empty() -> str:
+    """Rank 1 leaves out a step, as a loop does that skips batches without examples."""
+    engine, module, optimizer, loader = begin(sharded(make(with_country=False), "row_wise"), "adafest", timeout=5.0)
+    try:
+        for step, (*inputs, labels) in enumerate(loader):
+            optimizer.zero_grad()
+            if step == 2 and dist.get_rank() == 1:
+                continue
+            F.binary_cross_entropy_with_logits(module(*inputs), labels).backward()
+            optimizer.step()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing happened"
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def _said(make_run: Callable[[], Any]) -> str:
+    try:
+        make_run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """What ranks are told, of things that cannot be trained together."""
+    rank = dist.get_rank()
+    said = {}
+    said["another plan"] = _said(
+        lambda: begin(sharded(make(with_country=False), "row_wise"), "adafest", noise_multiplier=1.0 + rank)
+    )
+    said["other data"] = _said(
+        lambda: begin(sharded(make(with_country=False), "row_wise"), "adafest", data=Clicks(seed=1 + rank))
+    )
+    said["DDP"] = _said(lambda: begin(_with_ddp(), "adafest"))
+    said["a copied table"] = _said(lambda: begin(sharded(make(), "row_wise"), "lazydp"))
+    said["a wrong id"] = _said(_wrong_id)
+    said["NaN on one rank"] = _said(_nan_on_one_rank)
+    said["parted"] = _said(_parted)
+    return said
+
+
+def _with_ddp() -> nn.Module:
+    module = sharded(make(with_country=False), "row_wise")
+    module.over = nn.parallel.DistributedDataParallel(module.over)
+    return module
+
+
+def _wrong_id() -> None:
+    run = begin(sharded(make(with_country=False), "row_wise"), "adafest")
+    for numbers, features, country, _ in run[3]:
+        features._values[:] = 999
+        run[1](numbers, features, country)
+
+
+def _nan_on_one_rank() -> None:
+    run = begin(sharded(make(with_country=False), "row_wise"), "adafest")
+    engine, module, optimizer, loader = run
+    for *inputs, labels in loader:
+        optimizer.zero_grad()
+        if dist.get_rank() == 1:
+            labels = labels * float("nan")
+        F.binary_cross_entropy_with_logits(module(*inputs), labels).backward()
+        optimizer.step()
+
+
+def _parted() -> None:
+    run = begin(sharded(make(with_country=False), "row_wise"), "adafest")
+
+    def after(step: int) -> None:
+        if step == 2 and dist.get_rank() == 1:
+            with torch.no_grad():
+                run[1].over[0].bias.add_(1)
+
+    train(run, 5, after)
+
+
+def without_examples() -> float:
+    """A batch of one example on average: most ranks have none in most steps. The distance from one process."""
+
+    def one_run(module: nn.Module) -> Any:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        engine = sparsedp.PrivacyEngine(seed=3)
+        loader = DataLoader(Clicks(12), batch_size=1, shuffle=True, collate_fn=collate)
+        private = engine.make_private(
+            module=module, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
+            mechanism=MECHANISMS["adafest"](),
+        )  # fmt: skip
+        train((engine, *private), 12)
+        return private[0]
+
+    with alone():
+        whole = {name: tensor.clone() for name, tensor in one_run(make(with_country=False)).state_dict().items()}
+    return distance(one_run(sharded(make(with_country=False), "row_wise")), whole)
+
+
+def keys() -> tuple[int, bool]:
+    """A number that stands for the engine's key, and whether the statement says that the key is nobody's seed."""
+    engine = begin(sharded(make(with_country=False), "row_wise"), "adafest", seed=None)[0]
+    return hash(engine._key.secret), engine._key.seeded
+
+
+def model_parallel(folder: str) -> dict[str, Any]:
+    """TorchRec's DistributedModelParallel around a module, and its DLRM."""
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.types import ShardingPlan
+    from torchrec.models.dlrm import DLRM, DLRMTrain
+
+    tables = [
+        EmbeddingBagConfig(name=f"t{i}", embedding_dim=8, num_embeddings=rows, feature_names=[feature])
+        for i, (feature, rows) in enumerate(FEATURES.items())
+    ]
+
+    class Clicked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            collection = EmbeddingBagCollection(tables=tables)
+            self.dlrm = DLRM(
+                collection, dense_in_features=3, dense_arch_layer_sizes=[8, 8], over_arch_layer_sizes=[8, 1]
+            )
+
+        def forward(self, numbers: Tensor, features: KeyedJaggedTensor, country: Tensor) -> Tensor:
+            return self.dlrm(numbers, features).squeeze(1)
+
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return Clicked()
+
+    assert DLRMTrain is not None
+    with alone():
+        one = begin(made(), "adafest")
+        train(one)
+    whole = {name: tensor.clone() for name, tensor in one[1].state_dict().items()}
+    module = made()
+    at_first = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    path = "dlrm.sparse_arch.embedding_bag_collection"
+    ranks = dist.get_world_size()
+    collection = module.get_submodule(path)
+    per_table = {table.name: row_wise(compute_kernel="fused") for table in tables}
+    plan = construct_module_sharding_plan(collection, per_table, local_size=ranks, world_size=ranks, device_type="cpu")
+    parallel = DistributedModelParallel(
+        module, plan=ShardingPlan({path: plan}), device=torch.device("cpu"), init_data_parallel=False
+    )
+    for name, part, where in parts_of(parallel):
+        part.copy_(at_first[name][where])
+    run = begin(parallel, "adafest")
+    train(run)
+    names = set(parallel.state_dict()) == set(whole)
+    run[0].close()
+    return {"distance": distance(parallel, whole), "same object": run[1] is parallel, "names": names}
+
+
+def save_path(folder: str, name: str) -> str:
+    return str(Path(folder) / name)

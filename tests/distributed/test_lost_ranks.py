@@ -1,0 +1,101 @@
+"""Checkpoints of several processes, ranks that are lost, and what ranks must have in common."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchrec")
+import torch
+from launch import launch
+
+pytestmark = pytest.mark.distributed
+
+
+def whole(results: list[dict]) -> dict[str, torch.Tensor]:
+    """The tensors of all ranks together."""
+    tensors: dict[str, torch.Tensor] = {}
+    shapes: dict[str, list[int]] = {}
+    for result in results:
+        for name, part, where in result["parts"]:
+            ends = [cut.stop for cut in where] or list(part.shape)
+            shapes[name] = [max(pair) for pair in zip(shapes.get(name, ends), ends)]
+    for result in results:
+        for name, part, where in result["parts"]:
+            tensors.setdefault(name, torch.zeros(shapes[name]))[where] = part
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "settings"),
+    [("adafest", {}), ("lazydp by step", {"momentum": 0.9}), ("adafest", {"optimizer": "adagrad"})],
+    ids=["SGD", "LazyDP with momentum", "Adagrad"],
+)
+def test_another_number_of_ranks_goes_on_alike(tmp_path: Path, mechanism: str, settings: dict[str, Any]) -> None:
+    """Two ranks by rows, three by tables, one process, two by columns: the run of one process, bit for bit or nearly."""
+    (reference,) = launch(1, "resume", mechanism, "none", 20, None, None, **settings)
+    one, two, three = (str(tmp_path / name) for name in ("one", "two", "three.pt"))
+    launch(2, "resume", mechanism, "row_wise", 9, None, one, **settings)[0].value
+    launch(3, "resume", mechanism, "table_wise", 14, one, two, **settings)[0].value
+    launch(1, "resume", mechanism, "none", 17, two, three, **settings)[0].value
+    last = [ended.value for ended in launch(2, "resume", mechanism, "column_wise", 20, three, None, **settings)]
+    expected, reached = whole([reference.value]), whole(last)
+    assert expected.keys() == reached.keys()
+    for name in expected:
+        assert (expected[name] - reached[name]).abs().max() <= 1e-6, name
+    for result in last:
+        assert result["ledger"]["entries"] == reference.value["ledger"]["entries"]
+        assert result["epsilon"] == reference.value["epsilon"]
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_lost_rank_is_named_and_the_checkpoint_is_whole(tmp_path: Path, how: str) -> None:
+    path = str(tmp_path / "checkpoint")
+    import launch as launching
+
+    launching.SECONDS = 90
+    ended = launch_with_a_loss(path, how)
+    for rank in (0, 2):
+        assert "RankLostError: Rank(s) 1 of 3 did not answer" in ended[rank].result, ended[rank].output
+    resumed = launch(2, "resume", "adafest", "table_wise", 12, path, None, seed=None)
+    for result in resumed:
+        steps = result.value["ledger"]["entries"]
+        assert sum(entry["count"] for entry in steps) == 12
+
+
+def launch_with_a_loss(path: str, how: str) -> list[Any]:
+    """A rank that is stopped does not end by itself."""
+    import os
+    import signal
+    import threading
+    import time
+
+    if how == "SIGSTOP":
+
+        def wake_later() -> None:
+            time.sleep(60)
+            for line in os.popen("pgrep -f tests/distributed/rank.py").read().split():
+                os.kill(int(line), signal.SIGKILL)
+
+        threading.Thread(target=wake_later, daemon=True).start()
+    return launch(3, "lose", path, 7, how, timeout=60.0 if how == "SIGKILL" else 8.0)
+
+
+def test_a_rank_that_skips_its_batch_stops_all() -> None:
+    for ended in launch(2, "skip_empty"):
+        assert "Error" in ended.result, ended.output
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    for rank, ended in enumerate(launch(2, "refusals", str(tmp_path))):
+        said = ended.value
+        assert "differs from rank 0 in the plan" in said["another plan"]
+        assert "differs from rank 0 in the data" in said["other data"]
+        assert "DistributedDataParallel" in said["DDP"] and "'over'" in said["DDP"]
+        assert "'country.weight' is on every rank" in said["a copied table"]
+        assert "id 999 is not a row of table" in said["a wrong id"]
+        assert "NonFiniteGradientError" in said["NaN on one rank"]
+        assert ("On rank 1" in said["NaN on one rank"]) == (rank == 0)
+        assert "differs from rank 0 in its dense parameters" in said["parted"]

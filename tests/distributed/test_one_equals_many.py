@@ -1,0 +1,95 @@
+"""One process and several give the same model, noise on, with every mechanism and sharding."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torchrec")
+from launch import launch
+
+pytestmark = pytest.mark.distributed
+MECHANISMS = [
+    "dpsgd", "lazydp", "lazydp by step", "eana", "fest", "fest, counted", "adafest", "adafest+", "exponential",
+]  # fmt: skip
+SHARDINGS = ["row_wise", "table_wise", "column_wise", "table_row_wise", "data_parallel"]
+CLOSE = 1e-6
+
+
+@cache
+def compared(ranks: int, **settings: Any) -> list[dict]:
+    return [ended.value for ended in launch(ranks, "compare", MECHANISMS, SHARDINGS, **settings)]
+
+
+@cache
+def compared_with(ranks: int, mechanisms: tuple[str, ...], shardings: tuple[str, ...], settings: tuple) -> list[dict]:
+    return [ended.value for ended in launch(ranks, "compare", list(mechanisms), list(shardings), **dict(settings))]
+
+
+def require_equal(results: list[dict], close: float = CLOSE) -> None:
+    for rank, result in enumerate(results):
+        for case, one in result.items():
+            assert one["moved"] > 1e-3, case  # tables were trained, and noise was on
+            assert one["distance"] <= close, (rank, case, one)
+            assert one["ledger"] and one["statement"], (rank, case)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_same_model(ranks: int, mechanism: str, sharding: str) -> None:
+    require_equal([{(mechanism, sharding): result[mechanism, sharding]} for result in compared(ranks)])
+
+
+@pytest.mark.parametrize(
+    ("settings", "close"),
+    [
+        ((("unit", "user"),), CLOSE),
+        ((("max_physical_batch", 4),), CLOSE),
+        ((("momentum", 0.9), ("mechanisms", ("lazydp", "dpsgd"))), 2e-6),
+        ((("optimizer", "adagrad"), ("mechanisms", ("adafest", "fest"))), 1e-5),  # divides by roots of small sums
+        ((("kind", "sequences"), ("mechanisms", ("adafest", "lazydp", "dpsgd"))), CLOSE),
+    ],
+    ids=["users", "physical batches", "momentum", "Adagrad", "sequences"],
+)
+def test_units_batches_optimizers_and_sequences(settings: tuple, close: float) -> None:
+    options = dict(settings)
+    mechanisms = options.pop("mechanisms", ("adafest", "lazydp", "eana"))
+    shardings = ("row_wise", "table_wise") if options.get("kind") else ("row_wise", "column_wise")
+    require_equal(compared_with(2, mechanisms, shardings, tuple(options.items())), close)
+
+
+def test_ranks_without_examples() -> None:
+    for ended in launch(3, "without_examples"):
+        assert ended.value <= CLOSE
+
+
+@pytest.mark.parametrize("mutant", ["not merged", "noise twice", "not added up"])
+def test_mistakes_show(mutant: str) -> None:
+    """Each of these would pass a comparison that is not close, or has no noise."""
+    for ended in launch(2, "compare", ["adafest"], ["row_wise"], mutant=mutant):
+        if ended.code == 0:
+            assert ended.result["adafest", "row_wise"]["distance"] > 1e-4
+        else:  # ranks that come apart are stopped
+            assert "differs from rank 0" in ended.output
+
+
+def test_torchrec_does_not_divide_gradients_here() -> None:
+    """Its own backward pass never runs, so what it would do in it does not matter."""
+    results = [ended.value for ended in launch(2, "compare", ["adafest"], ["row_wise"], mutant="gradient division")]
+    require_equal(results)
+
+
+def test_model_parallel_and_dlrm(tmp_path: Any) -> None:
+    for ended in launch(2, "model_parallel", str(tmp_path)):
+        assert ended.value["distance"] <= CLOSE
+        assert ended.value["same object"] and ended.value["names"]
+
+
+def test_one_key_for_all() -> None:
+    """From the operating system of rank 0, and another one in every run."""
+    first, second = ([ended.value for ended in launch(2, "keys")] for _ in range(2))
+    assert first[0] == first[1] and second[0] == second[1]
+    assert first[0] != second[0] and not first[0][1]
