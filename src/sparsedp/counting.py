@@ -31,7 +31,8 @@ def count_rows(
 ) -> dict[str, Tensor]:
     """For each table, the sum over all units of their contributions to each row, (rows,) float64.
 
-    With `indices`, over these units only: examples by their places in the data set, users by their numbers.
+    With `indices`, over these units only: examples by their places in the data set, users by their numbers. Of several
+    processes, over this one's share of the units: the sums of all processes have to be added up.
 
     What a unit adds to the rows that it touches is a `Contribution`. The module's forward pass decides what a unit touches.
     `inputs(batch)` gives its arguments; by default a tuple without its last element, the target, or a dict as keyword
@@ -91,6 +92,9 @@ def captured_forwards(
     """The uses of forward passes over all units, or those in `indices`, at most `chunk` examples at a time.
 
     Users are never taken apart: one with more examples than that has a forward pass of their own.
+
+    Of several processes each gives the uses of its own share of these units. All of them make equally many forward passes,
+    those with fewer units at the end over a stand-in, whose uses are thrown away.
     """
     most = min(_CHUNK, loader.max_physical_batch or _CHUNK)
     most = min(most, chunk or most)
@@ -110,11 +114,7 @@ def captured_forwards(
         parts = loader.counted_users(users, most)
         count, parts = len(parts), [part for part in parts if len(part[0])]
         how = {"batch_sampler": [examples.tolist() for examples, _ in parts]}
-        infos = (
-            BatchInfo(len(sizes), len(sizes), True, True, 0, owners=owners_of(sizes))
-            for _, sizes in parts
-            if sizes is not None
-        )
+        infos = (BatchInfo(len(sizes), len(sizes), True, True, 0, owners=owners_of(sizes)) for _, sizes in parts)
     batches = zip(loader.counting(data, **how), infos)
     with loader.progress("counting rows", count) as advance:
         for _ in range(count):

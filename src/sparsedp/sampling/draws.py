@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,10 +26,6 @@ _COUNTED = 3
 _PASS, _COUNT, _FETCH = 4, 5, 6
 # And for the samples after several ranks went back to an earlier place.
 _AFTER = 7
-
-
-# Parts of a rank's units: the places of their examples in its data set, and of users how many examples each has.
-Parts: TypeAlias = list[tuple[np.ndarray, np.ndarray | None]]
 
 
 @dataclass(frozen=True)
@@ -140,8 +136,9 @@ class Draws:
         there. Every rank has as many physical batches of a logical one as the others.
         """
         for step, (span, drawn) in enumerate(self.logical(start), start.step):
+            parts: Sequence[tuple[np.ndarray, np.ndarray | None]]
             if self.users is None:
-                parts = self._parts_of_examples(drawn)
+                parts = [(places, None) for places in self._parts_of_examples(drawn)]
             else:
                 parts = self._parts_of_users(self.users, drawn, self.max_physical_batch, _EXAMPLES, step)
             for i, (places, sizes) in enumerate(parts):
@@ -151,19 +148,22 @@ class Draws:
                 if len(units):
                     yield places.tolist()
 
-    def _parts_of_examples(self, drawn: np.ndarray) -> Parts:
-        """The physical batches of one logical batch of examples: on every rank as many as that with the most needs."""
+    def _parts_of_examples(self, drawn: np.ndarray) -> list[np.ndarray]:
+        """This rank's physical batches of a logical one: places in its data set. As many as the rank with the most needs."""
         pieces = self.share.pieces(drawn)
         limit = self.max_physical_batch or max(1, len(drawn))
         count = max(1, *(math.ceil(len(piece) / limit) for piece in pieces))
         places = self.share.local(drawn[pieces[self.share.rank]])
-        return [(part, None) for part in np.array_split(places, count)]
+        return np.array_split(places, count)
 
-    def _parts_of_users(self, users: Users, drawn: np.ndarray, limit: int | None, purpose: int, number: int) -> Parts:
-        """The parts of `drawn` users: each user is in one of them, with all that they bring.
+    def _parts_of_users(
+        self, users: Users, drawn: np.ndarray, limit: int | None, purpose: int, number: int
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """This rank's parts of `drawn` users: places in its data set, and how many there are of each user.
 
-        On every rank as many as that with the most needs, the last ones empty where it has fewer. What users bring is chosen
-        with the generator `number` of a key for `purpose`: by all ranks alike where they read the same data.
+        Each user is in one part, with all that they bring; a part has at most `limit` examples or one user. There are as many
+        parts as the rank with the most needs, the last ones empty on others. What users bring is chosen with generator
+        `number` of the key for `purpose`: by all ranks alike where they read the same data.
         """
         share = self.share
         if share.begin is None:
@@ -184,9 +184,9 @@ class Draws:
         return [(examples[begin[part.start] : begin[part.stop]], sizes[part]) for part in slices]
 
     def counted_examples(self, indices: np.ndarray | None) -> tuple[np.ndarray | None, int]:
-        """The places in the data set of those examples of `indices` that this rank counts, and how many the rank with the most has.
+        """Which of the examples of `indices` this rank counts, as places in its data set; and the most that a rank counts.
 
-        None stands for all examples, in both places. Every example is counted by one rank.
+        None stands for all examples, both as `indices` and as places. Every example is counted by one rank.
         """
         share, size = self.share, sum(span.size for span in self.spans)
         if indices is None and (share.ranks == 1 or share.begin is not None):
@@ -195,7 +195,7 @@ class Draws:
         pieces = share.pieces(indices)
         return share.local(indices[pieces[share.rank]]), max(map(len, pieces))
 
-    def counted_users(self, users: np.ndarray, most: int | None) -> Parts:
+    def counted_users(self, users: np.ndarray, most: int | None) -> list[tuple[np.ndarray, np.ndarray]]:
         """The examples of those of `users` that this rank counts, with at most `most` or one user's in each part.
 
         Every user is counted by one rank. All ranks have the same number of parts, the last ones empty where a rank has

@@ -17,7 +17,7 @@ from sparsedp.errors import CheckpointError, SparseDPError, SparseDPWarning, Uns
 from sparsedp.noise import RandomKey
 from sparsedp.progress import Progress, no_progress
 from sparsedp.sampling.collate import examine, refuse_reordering, stand_in
-from sparsedp.sampling.draws import BatchInfo, Draws, Parts, Place, Span
+from sparsedp.sampling.draws import BatchInfo, Draws, Place, Span
 from sparsedp.sampling.share import Share
 from sparsedp.sampling.stream import Stream
 from sparsedp.sampling.users import Users
@@ -152,11 +152,11 @@ class PrivateLoader(DataLoader[Any]):
     def counted_examples(self, indices: np.ndarray | None) -> tuple[np.ndarray | None, int]:
         """Which of the examples of `indices` this process goes over in a count of the data, as places in its data set.
 
-        None stands for all examples, in both places. And how many the process with the most goes over.
+        None stands for all examples, both as `indices` and as places. And the most that a process goes over.
         """
         return self._draws.counted_examples(indices)
 
-    def counted_users(self, users: np.ndarray, most: int | None = None) -> Parts:
+    def counted_users(self, users: np.ndarray, most: int | None = None) -> list[tuple[np.ndarray, np.ndarray]]:
         """The examples of those of `users` that this process goes over in a count of the data, and how many each user has.
 
         They bring as many as to a batch, chosen from the key. They come in parts of at most `most` examples or one user; all
@@ -196,8 +196,9 @@ class PrivateLoader(DataLoader[Any]):
                 "was it saved with another data set or batch size?"
             )
         if place.step < self._next.step and not self._draws.key.seeded:
-            share = self.share  # several processes must not each take a key of their own
-            self.rekey(RandomKey.from_os() if share.ranks == 1 else self._draws.key_after(self._next))
+            # Several processes must not take a key from the operating system each: they would draw different batches.
+            is_alone = self.share.ranks == 1
+            self.rekey(RandomKey.from_os() if is_alone else self._draws.key_after(self._next))
         self._done = self._next = place
         self.current = None
         self._pass += 1  # a pass that is still running would go on at the old place

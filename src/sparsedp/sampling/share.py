@@ -79,7 +79,10 @@ class Share:
         return units if self.begin is None else units - self.begin[self.rank]
 
     def brought(self, users: Users, numbers: np.ndarray | slice = slice(None)) -> np.ndarray:
-        """How many examples each user brings to a batch, of the users of all ranks with these numbers; `users` are this rank's."""
+        """How many examples each user brings to a batch: of all ranks' users, those with these numbers.
+
+        `users` are those of this rank's data set.
+        """
         sizes = (users.sizes if self.examples is None else self.examples)[numbers]
         return sizes if users.limit is None else np.minimum(sizes, users.limit)
 
