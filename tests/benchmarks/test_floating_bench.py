@@ -70,8 +70,8 @@ def test_the_attack_succeeds_where_there_is_no_grid(mechanism: str, optimizer: s
 def test_the_attack_finds_rows_that_are_rounded_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the grid and then to float32, where the numbers of float32 are twice as far apart as the grid's: ties show it."""
 
-    def rounded_twice(key, table, rows, factor, std, values, step, grid, first=0):  # type: ignore[no-untyped-def]
-        move_rows_by_noise(key, wide := table.double(), rows, factor, std, values.double(), step, grid, first)
+    def rounded_twice(key, table, rows, factor, std, values, step, grid, numbers=None):  # type: ignore[no-untyped-def]
+        move_rows_by_noise(key, wide := table.double(), rows, factor, std, values.double(), step, grid, numbers)
         table[rows] = wide[rows].float()
 
     setting = Setting("lazydp", "sgd", rate=0.03, zeros=False)

@@ -527,7 +527,7 @@ def test_deterministic_check_with_ones(aggregate: bool, monkeypatch: pytest.Monk
     def ones(key: Any, rows: Tensor, like: Tensor) -> Tensor:
         return torch.ones(len(rows), *like.shape[1:], dtype=like.dtype)
 
-    def add_ones(key: Any, table: Tensor, rows: Tensor, std: np.ndarray, grid: float, factor: None, first: int) -> None:
+    def add_ones(key: Any, table: Tensor, rows: Tensor, std: np.ndarray, grid: float, factor: None, numbers: None) -> None:
         table[rows] += torch.from_numpy(std)[:, None]
 
     monkeypatch.setattr("sparsedp.tables.lazy.row_normals", ones)
@@ -640,10 +640,12 @@ def test_a_forked_process_may_not_settle() -> None:
 
 
 def test_settling_on_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of rows on all cores give what one thread gives."""
+    """Chunks of rows on all cores give what one thread gives, and so do the rows of a lookup and of a step."""
+    monkeypatch.setattr("sparsedp.tables.lazy._SHARED", 1)
 
-    def settled(chunk: int, threads: int) -> dict[str, Tensor]:
+    def settled(chunk: int, worthwhile: int, threads: int) -> dict[str, Tensor]:
         monkeypatch.setattr("sparsedp.tables.lazy._CHUNK", chunk)
+        monkeypatch.setattr("sparsedp.kernels.threads._WORTHWHILE", worthwhile)
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
@@ -651,7 +653,7 @@ def test_settling_on_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
         finally:
             torch.set_num_threads(before)
 
-    assert_same(settled(7, 3), settled(1 << 21, 1))
+    assert_same(settled(7, 1, 3), settled(1 << 21, 1 << 16, 1))
 
 
 @pytest.mark.slow

@@ -361,8 +361,12 @@ class LazyOwner(Owner):
             self._momentum(table)
 
     def _tensors(self, group: _Group, table: _Table) -> tuple[Tensor, Tensor | None]:
-        """The owned rows of a table, and of its momentum if there is one. Call with torch functions of subclasses disabled."""
-        momentum = table.owned_rows_of(self._momentum(table)) if group.pending.has_momentum else None
+        """The owned rows of a table, and of its momentum if there is one. Call with torch functions of subclasses disabled.
+
+        They are ordinary tensors: subclasses are disabled in this thread alone, and in others a guarded momentum would wait
+        for the lock of whoever settles.
+        """
+        momentum = table.owned_rows_of(self._momentum(table).detach()) if group.pending.has_momentum else None
         return table.owned_rows_of(table.parameter.detach()), momentum
 
     def _momentum(self, table: _Table) -> Tensor:
