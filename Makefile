@@ -17,25 +17,28 @@ endif
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-models bench audit lint format clean
+.PHONY: help demo test test-slow test-all test-models test-distributed bench audit lint format clean
 
 help:  ## show this
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.base  ## train a small click-through-rate model privately, in about a minute
 	$(BIN)/sparsedp train demo
 
 test: $(VENV)/.dev  ## run the tests, without the slow ones
-	$(PYTEST) -m "not slow and not models" $(PYTEST_ARGS)
+	$(PYTEST) -m "not slow and not models and not distributed" $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.dev  ## run the slow tests
 	$(PYTEST) -m slow $(PYTEST_ARGS)
 
 test-all: $(VENV)/.dev  ## run all tests but those on other packages' models
-	$(PYTEST) -m "not models" $(PYTEST_ARGS)
+	$(PYTEST) -m "not models and not distributed" $(PYTEST_ARGS)
 
 test-models: $(VENV)/.models  ## train other packages' models privately and compare, in about ten minutes
 	$(PYTEST) -m models tests/models $(PYTEST_ARGS)
+
+test-distributed: $(VENV)/.torchrec  ## train sharded tables in several processes and compare with one, in some minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed $(PYTEST_ARGS)
 
 bench: $(VENV)/.dev  ## measure speed and memory, for about 40 minutes, into runs/bench
 	$(BIN)/python -m benchmarks all $(BENCH_ARGS)
@@ -69,6 +72,12 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(VENV)/.base $@
+
+# TorchRec asks for FBGEMM for CUDA; what it imports is in the extra.
+$(VENV)/.torchrec: $(VENV)/.dev
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev,torchrec]"
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torchrec
+	touch $@
 
 # The packages whose models are trained. Those in requirements.txt ask for versions that do not fit; what they import is there.
 $(VENV)/.models: tests/models/requirements.txt $(VENV)/.dev

@@ -170,16 +170,20 @@ class PrivacyEngine:
         parameters = private_parameters(module, optimizer, self._held())
         trained = {name for name, p in parameters.items() if p.requires_grad}
         settings.mechanism.refuse_tables(find_tables(module) & trained)
+        users = settings.users_of(data_loader.dataset)
+        if execution.own_data and self._run is None:
+            raise UnsupportedError("own_data is for several processes that train together; this one trains alone.")
+        share = None if self._run is None else self._run.share(data_loader.dataset, users, execution.own_data)
         loader = PrivateLoader(
             data_loader,
             key=self._key.child(_SAMPLING),
             poisson=settings.poisson_sampling,
             max_physical_batch=execution.max_physical_batch,
             stream=settings.stream,
-            users=settings.users_of(data_loader.dataset),
+            users=users,
             public_inputs=settings.public_inputs,
             progress=self._progress,
-            share=None if self._run is None else self._run.share(),
+            share=share,
         )
         plan = PrivacyPlan.of(
             settings,
@@ -201,7 +205,7 @@ class PrivacyEngine:
         tables = table_specs(parameters, find_tables(module))
         ranks = None
         if run is not None:
-            ranks = run.begin(plan, module, tables)
+            ranks = run.begin(plan, module, tables, loader, self._key)
         noise = GaussianNoise(self._key.child(_NOISE))
         preparation = Preparation(
             plan, module, capture, loader, self.ledger,
@@ -245,7 +249,8 @@ class PrivacyEngine:
 
     def _draws(self) -> Draws:
         """The random numbers of forward passes, such as dropout's masks: others in every step."""
-        return Draws(self._key.child(_FORWARD), lambda: self.ledger.steps)
+        rank = () if self._run is None or self._run.count == 1 else (self._run.rank,)
+        return Draws(self._key.child(_FORWARD, *rank), lambda: self.ledger.steps)
 
     def close(self) -> None:
         """Makes the module an ordinary one again. The statement stays.
@@ -348,6 +353,7 @@ class PrivacyEngine:
             resumed=self._resumed,
             signed=self._signing_key is not None,
             drawn=loader.drawn,
+            several=self._run is not None and self._run.count > 1,
         )
 
     def add_note(self, note: str) -> None:

@@ -41,7 +41,8 @@ class NoisyGradient:
         """`dense` keeps the buffers of parameters that change as a whole from step to step.
 
         Without `noise_on_rows`, selected rows get no noise here: LazyDP gives it to them later. `shards` are those of tables of
-        which `parameters` has a part alone, and `widths` how many columns these tables have. A parameter without memory (on "meta") is a table that is elsewhere.
+        which `parameters` has a part alone, and `widths` how many columns these tables have. A parameter without memory (on
+        "meta") is a table that is elsewhere.
         """
         self.space = space
         self._shards, self._widths = shards, widths

@@ -122,10 +122,13 @@ class ExecutionSettings:
     max_physical_batch: batches of more examples than that reach the loop in parts; None: all are whole.
     replace_recurrent: whether torch's LSTM, GRU and RNN layers, whose fused kernels hide their uses, run as those of
         `sparsedp.nn` until `engine.close()`; the same objects, weights and names.
+    own_data: where several processes train together, whether each has a part of the data that no other has; otherwise all can
+        read the same data set, and each reads its share of every batch.
     """
 
     max_physical_batch: int | None = None
     replace_recurrent: bool = False
+    own_data: bool = False
 
 
 class _RequiredKeywords(TypedDict):
@@ -142,6 +145,7 @@ class SettingsKeywords(_RequiredKeywords, total=False):
     poisson_sampling: bool
     max_physical_batch: int | None
     replace_recurrent: bool
+    own_data: bool
     stream: Stream | None
     users: Any
     max_examples_per_user: int | None

@@ -106,13 +106,13 @@ class PrivacyStatement:
 def make_statement(
     plan: PrivacyPlan, *, epsilon: float, delta: float, steps: int, seeded: bool, notes: tuple[str, ...] = (),
     checked: int = 0, abandoned: int = 0, dp_accounting_epsilon: float | None = None, resumed: bool = False,
-    signed: bool = False, drawn: int = 0, unit_is: str | None = None,
+    signed: bool = False, drawn: int = 0, unit_is: str | None = None, several: bool = False,
 ) -> PrivacyStatement:  # fmt: skip
     """The statement for a run of `steps` steps by `plan`. `notes` are further things that are not covered.
 
     `checked` is the number of units that `sparsedp.check` looked at, `abandoned` that of steps which are not part of the model.
     `resumed`: the run went on from a checkpoint, which was `signed` with a key or not. `drawn` logical batches came from the
-    loader. `unit_is` says what a unit is in these data.
+    loader. `unit_is` says what a unit is in these data. `several` processes trained together.
     """
     rate = f"rate {plan.batch_size}/{plan.dataset_size} = {plan.sample_rate:.3g}"
     unit: str = plan.unit
@@ -146,6 +146,11 @@ def make_statement(
         *plan.mechanism.not_covered,
         *notes,
     ]
+    if several:
+        not_covered.append(
+            "What travels between the processes that train: ids, and clipped gradients before there is noise on them. Their "
+            "network and their memory are inside of the boundary of trust."
+        )
     if plan.stream is not None:
         spans = len(plan.stream.sizes)
         rate = f"rates {min(plan.sample_rates):.3g} to {plan.sample_rate:.3g} within the {spans} spans of periods"

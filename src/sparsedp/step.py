@@ -104,7 +104,7 @@ class PrivateStep:
         if (self.plan.mechanism.selects or self.ranks.several) and not batch.last:
             return
         if batch.last:
-            self.ranks.meet(self.ledger.steps, self._dense())
+            self.ranks.meet(self.ledger.steps, batch.step, self._dense())
             self.preparation.prepare(batch.span)
         with unguarded():
             tables = self.trained_tables()

@@ -31,8 +31,11 @@ class Ended:
         return self.result
 
 
-def launch(ranks: int, program: str, *args: Any, **kwargs: Any) -> list[Ended]:
-    """Each rank's end. The store through which they meet is this process's: no rank's death takes it along."""
+def launch(ranks: int, program: str, *args: Any, lost: int | None = None, **kwargs: Any) -> list[Ended]:
+    """Each rank's end. The store through which they meet is this process's: no rank's death takes it along.
+
+    A rank that is `lost` is not waited for, but killed when all others have ended.
+    """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
@@ -46,11 +49,14 @@ def launch(ranks: int, program: str, *args: Any, **kwargs: Any) -> list[Ended]:
             with outputs[rank].open("wb") as output:
                 processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment))
         try:
-            codes = [process.wait(SECONDS) for process in processes]
+            for rank, process in enumerate(processes):
+                if rank != lost:
+                    process.wait(SECONDS)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
+        codes = [process.returncode for process in processes]
         results = [Path(folder) / f"result-{rank}" for rank in range(ranks)]
         return [
             Ended(

@@ -406,6 +406,12 @@ def refusals(folder: str) -> dict[str, str]:
     said["other data"] = _said(
         lambda: begin(sharded(make(with_country=False), "row_wise"), "adafest", data=Clicks(seed=1 + rank))
     )
+    said["users on two ranks"] = _said(
+        lambda: begin(sharded(make(with_country=False), "row_wise"), "adafest", unit="user", own_data=True)
+    )
+    said["only rank 1 fails"] = _said(
+        lambda: begin(sharded(make(with_country=False), "row_wise"), "adafest", data=Clicks(20 if rank else 200))
+    )
     said["DDP"] = _said(lambda: begin(_with_ddp(), "adafest"))
     said["a copied table"] = _said(lambda: begin(sharded(make(), "row_wise"), "lazydp"))
     said["a wrong id"] = _said(_wrong_id)
@@ -466,6 +472,33 @@ def without_examples() -> float:
     with alone():
         whole = {name: tensor.clone() for name, tensor in one_run(make(with_country=False)).state_dict().items()}
     return distance(one_run(sharded(make(with_country=False), "row_wise")), whole)
+
+
+class Part(Dataset):
+    """Every second example or so: those of some users."""
+
+    def __init__(self, data: Clicks, rank: int, ranks: int) -> None:
+        self.data = data
+        self.places = [i for i in range(len(data)) if data.users[i] % ranks == rank]
+        self.users = data.users[self.places]
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def __getitem__(self, i: int) -> Any:
+        return self.data[self.places[i]]
+
+
+def own_data(unit: str) -> dict[str, Any]:
+    """Each rank has a part of the data: what a rank was given in each step, and what is planned."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    part = Part(Clicks(), rank, ranks)
+    run = begin(sharded(make(with_country=False), "row_wise"), "adafest", data=part, unit=unit, own_data=True)
+    sizes = []
+    train(run, 10, lambda step: sizes.append((run[3].current.units, run[3].current.logical_units)))
+    parts = [(name, part.clone()) for name, part, where in parts_of(run[1]) if not where]
+    plan = run[0].plan
+    return {"sizes": sizes, "units": plan.dataset_size, "rate": plan.sample_rate, "dense": parts, "here": len(part)}
 
 
 def keys() -> tuple[int, bool]:

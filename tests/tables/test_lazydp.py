@@ -527,7 +527,9 @@ def test_deterministic_check_with_ones(aggregate: bool, monkeypatch: pytest.Monk
     def ones(key: Any, rows: Tensor, like: Tensor) -> Tensor:
         return torch.ones(len(rows), *like.shape[1:], dtype=like.dtype)
 
-    def add_ones(key: Any, table: Tensor, rows: Tensor, std: np.ndarray, grid: float, factor: None, numbers: None) -> None:
+    def add_ones(
+        key: Any, table: Tensor, rows: Tensor, std: np.ndarray, grid: float, factor: None, numbers: None
+    ) -> None:
         table[rows] += torch.from_numpy(std)[:, None]
 
     monkeypatch.setattr("sparsedp.tables.lazy.row_normals", ones)

@@ -21,7 +21,6 @@ from sparsedp.distributed.placement import Placement
 from sparsedp.errors import RankLostError, SparseDPError
 from sparsedp.tables import Ranks, RowExchange, Shard, TableSpec
 
-
 _GRACE = 10.0  # seconds in which ranks that are there say so, after a message failed
 
 
@@ -73,16 +72,17 @@ class ProcessRanks(Ranks):
     def exchange(self, space: RowSpace, rows: Tensor) -> RowExchange:
         return ProcessExchange(self, space, rows)
 
-    def meet(self, step: int, dense: Iterable[Tensor]) -> None:
-        mine = torch.tensor([step, sum(_sum_of_bits(tensor) for tensor in dense) % (1 << 62)])
+    def meet(self, step: int, batch: int, dense: Iterable[Tensor]) -> None:
+        mine = torch.tensor([step, batch, sum(_sum_of_bits(tensor) for tensor in dense) % (1 << 62)])
         every = self._all_gather(mine)
-        for what, numbers in zip(("step", "dense parameters"), every.T.tolist()):
+        for what, numbers in zip(("step", "batch", "dense parameters"), every.T.tolist()):
             other = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
             if other is not None:
-                counted = f": {numbers[other]} there, {numbers[0]} on rank 0" if what == "step" else ""
+                counted = f": {numbers[other]} there, {numbers[0]} on rank 0" if what != "dense parameters" else ""
                 raise SparseDPError(
-                    f"Rank {other} differs from rank 0 in its {what}{counted}. All ranks must take the same steps from the same "
-                    "weights: whatever changes dense parameters in training has to do so on all of them. Nothing was written."
+                    f"Rank {other} differs from rank 0 in its {what}{counted}. All ranks must take a step on each batch, also on "
+                    "one without examples, from the same weights: whatever changes dense parameters in training has to do so on "
+                    "all of them. Nothing was written."
                 )
 
     # ------------------------------------------------------------------ messages

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,9 +21,10 @@ from sparsedp.distributed.collections import local_shards, make_image, placement
 from sparsedp.distributed.placement import PlacedShard, Placement
 from sparsedp.distributed.ranks import ProcessRanks
 from sparsedp.errors import SparseDPError, UnsupportedError
+from sparsedp.fingerprint import fingerprint
 from sparsedp.noise import RandomKey
 from sparsedp.plan import PrivacyPlan
-from sparsedp.sampling import Share
+from sparsedp.sampling import PrivateLoader, Share, Users, is_repeatable
 from sparsedp.tables import Owner, Shard, TableSpec
 from sparsedp.version import __version__
 
@@ -48,6 +51,7 @@ class Together:
     count: int
     images: dict[str, Any]  # of the sharded collections, by name
     placement: dict[str, tuple[PlacedShard, ...]]  # of their tables; () for those that every rank has as a whole
+    told: bool = False  # whether ranks were told of an error
     # Where images stand: the module, the attribute, and the sharded collection that was there.
     places: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     held: dict[str, nn.Parameter] = field(
@@ -87,11 +91,57 @@ class Together:
         for parent, last, sharded in self.places:
             setattr(parent, last, sharded)
 
-    def share(self) -> Share | None:
-        """Which units of each batch this process reads."""
-        return Share(self.rank, self.count) if self.count > 1 else None
+    def gather(self, value: Any) -> list[Any]:
+        """What all ranks have. Raises if one of them has failed (`tell`) instead."""
+        return self._gather(None, value)
 
-    def begin(self, plan: PrivacyPlan, module: nn.Module, tables: Mapping[str, TableSpec]) -> ProcessRanks:
+    def tell(self, error: Exception) -> None:
+        """Lets the other ranks, which wait for this one in `gather`, know why it does not come."""
+        if not self.told:
+            with suppress(RuntimeError):  # they may be gone
+                self._gather(f"{type(error).__name__}: {error}", None)
+
+    def _gather(self, failure: str | None, value: Any) -> list[Any]:
+        every: list[Any] = [None] * self.count
+        dist.all_gather_object(every, (failure, value), group=self.group)
+        failed = [(rank, text) for rank, (text, _) in enumerate(every) if text is not None]
+        self.told = bool(failed)
+        if failed and failure is None:
+            raise SparseDPError(f"On rank {failed[0][0]}: {failed[0][1]}")
+        return [value for _, value in every]
+
+    def share(self, data: Any, users: Users | None, own_data: bool) -> Share | None:
+        """Which units of each batch this process reads."""
+        if self.count == 1:
+            return None
+        if not own_data:
+            return Share(self.rank, self.count)
+        if users is None:
+            return Share.of_own_data(self.rank, self.gather(len(data)))
+        self._require_apart(users)
+        sizes = self.gather(users.sizes)
+        return Share.of_own_data(self.rank, [len(part) for part in sizes], sizes)
+
+    def _require_apart(self, users: Users) -> None:
+        """A user on two ranks would count as two units, each protected alone."""
+        ids = self.gather(users.ids)
+        for rank, mine in enumerate(ids):
+            for other in range(rank):
+                common = np.intersect1d(mine, ids[other], assume_unique=True)
+                if len(common):
+                    raise UnsupportedError(
+                        f"{len(common)} user(s) have examples on rank {other} and on rank {rank}. All examples of a user have to "
+                        "be on one rank: divide the data by users."
+                    )
+
+    def begin(
+        self,
+        plan: PrivacyPlan,
+        module: nn.Module,
+        tables: Mapping[str, TableSpec],
+        loader: PrivateLoader,
+        key: RandomKey,
+    ) -> ProcessRanks:
         """Makes sure that all ranks are about to do the same, and sends them the dense parameters of rank 0."""
         if not plan.mechanism.takes_ranks:
             raise UnsupportedError(
@@ -101,11 +151,14 @@ class Together:
         copied = sorted(tables.keys() - self.placement.keys())
         if plan.mechanism.noise_waits and copied:
             raise UnsupportedError(
-                f"Table '{copied[0]}' is on every rank as a whole, outside of TorchRec's collections. With {plan.mechanism.name}, "
-                "a rank that reads its rows would settle them, and the others would not hear of it. Make it a table of an "
-                "EmbeddingCollection or EmbeddingBagCollection."
+                f"Table '{copied[0]}' is on every rank as a whole, outside of TorchRec's collections. With "
+                f"{plan.mechanism.name}, a rank that reads its rows would settle them, and the others would not hear of it. Make "
+                "it a table of an EmbeddingCollection or EmbeddingBagCollection."
             )
-        self.require_same({"the plan": plan.hash, "torch": torch.__version__, "SparseDP": __version__})
+        self.require_same({
+            "the plan": plan.hash, "torch": torch.__version__, "SparseDP": __version__, "TorchRec": _torchrec_version(),
+            "max_physical_batch": loader.max_physical_batch, "the data": _digest_of_data(loader, key),
+        })  # fmt: skip
         self.send_dense(module)
         return self.ranks(tables, next(iter(tables.values())).dtype if tables else torch.float32)
 
@@ -116,8 +169,7 @@ class Together:
 
     def merged(self, values: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
         """What all ranks know of things by name: where several know of one, the first of them says."""
-        every: list[Any] = [None] * self.count
-        dist.all_gather_object(every, {name: dict(known) for name, known in values.items()}, group=self.group)
+        every = self.gather({name: dict(known) for name, known in values.items()})
         merged: dict[str, dict[str, Any]] = {}
         for known in reversed(every):
             for name, entries in known.items():
@@ -135,8 +187,7 @@ class Together:
 
     def require_same(self, what: Mapping[str, Any]) -> None:
         """Raises on all ranks if one has something else than rank 0."""
-        every: list[Any] = [None] * self.count
-        dist.all_gather_object(every, dict(what), group=self.group)
+        every = self.gather(dict(what))
         for rank, other in enumerate(every):
             different = [name for name in every[0] if other.get(name) != every[0][name]]
             if different:
@@ -181,8 +232,11 @@ def together(module: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Ite
             run.images[name] = image
             run.held |= _hold_shards(name, sharded, optimizer)
         yield run
-    except BaseException:
+        run.gather("ready")
+    except BaseException as error:
         run.close()
+        if isinstance(error, Exception):
+            run.tell(error)
         raise
 
 
@@ -211,3 +265,19 @@ def _hold_shards(name: str, sharded: nn.Module, optimizer: Optimizer) -> dict[st
         if given in optimizer.state:  # Adagrad makes its own when it is made
             optimizer.state[mine] = optimizer.state.pop(given)
     return held
+
+
+def _torchrec_version() -> str | None:
+    return getattr(sys.modules.get("torchrec"), "__version__", None)
+
+
+_COMPARED = 16  # examples that are compared among the ranks
+
+
+def _digest_of_data(loader: PrivateLoader, key: RandomKey) -> str | None:
+    """A digest of some examples, at places that the key chooses; None where ranks have their own, or each reading draws anew."""
+    if loader.share.begin is not None or not is_repeatable(loader.dataset, loader.collate_fn):
+        return None
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    places = key.generator(_COMPARED).permutation(size)[:_COMPARED]
+    return fingerprint([size, *(loader.dataset[int(place)] for place in places)], {}, lambda module: None)

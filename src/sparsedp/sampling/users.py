@@ -24,6 +24,7 @@ class Users:
     order: np.ndarray  # int64 (N,): the examples, user after user
     begin: np.ndarray  # int64 (users + 1,): where each user's begin in `order`
     limit: int | None = None
+    ids: np.ndarray | None = None  # (users,), ascending
     declared: np.ndarray | None = None  # what the data set said of its examples' users; None: somebody else did
 
     @staticmethod
@@ -33,8 +34,9 @@ class Users:
             raise UnsupportedError(
                 f"max_examples_per_user must be a whole number of at least 1, or None; got {limit!r}"
             )
-        _, number, counts = np.unique(_whole_numbers(ids, size), return_inverse=True, return_counts=True)
-        return Users(np.argsort(number, kind="stable"), np.concatenate([[0], np.cumsum(counts)]), limit)
+        distinct, number, counts = np.unique(_whole_numbers(ids, size), return_inverse=True, return_counts=True)
+        begin = np.concatenate([[0], np.cumsum(counts)])
+        return Users(np.argsort(number, kind="stable"), begin, limit, ids=distinct)
 
     @property
     def count(self) -> int:

@@ -67,8 +67,8 @@ class Ranks(ABC):
     shards: Mapping[str, Shard]  # those that this rank has of tables which it does not have as a whole
 
     @abstractmethod
-    def meet(self, step: int, dense: Iterable[Tensor]) -> None:
-        """Before a step: raises on all ranks if they are not at the same step, with the same dense parameters."""
+    def meet(self, step: int, batch: int, dense: Iterable[Tensor]) -> None:
+        """Before a step: raises on all ranks if they are not at the same step and batch, with the same dense parameters."""
 
     @abstractmethod
     def owns(self, name: str) -> bool:
@@ -115,7 +115,7 @@ class OneRank(Ranks):
     several = False
     shards: Mapping[str, Shard] = MappingProxyType({})
 
-    def meet(self, step: int, dense: Iterable[Tensor]) -> None:
+    def meet(self, step: int, batch: int, dense: Iterable[Tensor]) -> None:
         return
 
     def owns(self, name: str) -> bool:

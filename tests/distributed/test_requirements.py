@@ -1,0 +1,45 @@
+"""What is said where TorchRec or FBGEMM do not fit."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsedp.distributed import require_torchrec
+from sparsedp.errors import UnsupportedError
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    for module in list(sys.modules):
+        if module.partition(".")[0] in names:
+            monkeypatch.delitem(sys.modules, module)
+
+
+def test_a_missing_package_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fbgemm_gpu", None)
+    with pytest.raises(UnsupportedError, match=r"need TorchRec and FBGEMM.*pip install --no-deps"):
+        require_torchrec()
+
+
+def test_another_abi_is_explained_with_the_release_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "fbgemm_gpu"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "raise OSError('fbgemm_gpu_config.so: undefined symbol: _ZNR5torch7Library4_defE')"
+    )
+    without(monkeypatch, "fbgemm_gpu")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("torch.__version__", "2.13.0+cpu")
+    with pytest.raises(UnsupportedError, match=r"undefined symbol.*Install fbgemm-gpu-cpu==1\.8\.0"):
+        require_torchrec()
+    monkeypatch.setattr("torch.__version__", "2.99.0")
+    without(monkeypatch, "fbgemm_gpu")
+    with pytest.raises(UnsupportedError, match=r"the FBGEMM release of torch 2\.99"):
+        require_torchrec()
+
+
+@pytest.mark.distributed
+def test_what_is_installed_here_fits() -> None:
+    require_torchrec()
