@@ -30,8 +30,8 @@ def require_torchrec() -> None:
         ) from error
     except (ImportError, OSError, AttributeError, RuntimeError) as error:
         raise UnsupportedError(
-            f"FBGEMM {_installed()} does not load beside torch {torch.__version__}: {one_line(error)}. An FBGEMM release fits one "
-            f"torch release, and pip does not know it. Install {wanted}: pip install --no-deps --force-reinstall {wanted}"
+            f"FBGEMM {_installed()} does not load beside torch {torch.__version__}: {one_line(error)}. An FBGEMM release fits "
+            f"one torch release, and pip does not know it. Install {wanted}: pip install --no-deps --force-reinstall {wanted}"
         ) from error
     try:
         importlib.import_module("torchrec")
