@@ -137,6 +137,14 @@ def outer_products(a: Tensor, b: Tensor) -> Tensor:
     return (a[:, :, None] * b[:, None, :]).flatten(1)
 
 
+def scaled_rows(x: Tensor, factors: Tensor) -> Tensor:
+    """factors[n] * x[n] for x (N, d)."""
+    if x.numel() <= _FEW and x.dtype == factors.dtype and compiled(x, factors):  # torch would wake its threads for it
+        flat, stride = _flat(x)
+        return torch.from_numpy(_scaled_rows(flat, stride, x.shape[1], factors.numpy()))
+    return x * factors[:, None]
+
+
 def add_rows(
     out: Tensor, slots: Tensor, begin: Tensor, order: Tensor, first: int, grad: Tensor, source: Tensor | None,
     factor: Tensor,
@@ -345,6 +353,16 @@ def _outer_products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
         for i in range(height):
             for j in range(width):
                 out[n, i * width + j] = a[n, i] * b[n, j]
+    return out
+
+
+@njit(cache=True, nogil=True)
+def _scaled_rows(x: np.ndarray, stride: int, width: int, factors: np.ndarray) -> np.ndarray:
+    out = np.empty((len(factors), width), x.dtype)
+    for n in range(len(factors)):
+        factor, row, target = factors[n], x[n * stride : n * stride + width], out[n]
+        for j in range(width):
+            target[j] = factor * row[j]
     return out
 
 

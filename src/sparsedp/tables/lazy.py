@@ -298,17 +298,18 @@ class LazyOwner(Owner):
         self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor | None, rows: Tensor, since: np.ndarray
     ) -> None:
         """One draw with the variance, or covariance, of all steps that are pending; the result is rounded to a grid."""
-        now, grids = group.first + group.pending.steps, self._grids(group)
-        drift, std = group.pending.transition(since), self._std * group.pending.deviation(since)
+        now, grids, pending = group.first + group.pending.steps, self._grids(group), group.pending
         key = self._key().child(_AGGREGATED, table.index, now)
         if momentum is not None:
             momentum_key = self._key().child(_MOMENTUM, table.index, now)
+            drift, std = pending.transition(since), self._std * pending.deviation(since)
             with table.in_whole_rows(rows, weight, momentum) as (places, numbers, (w, v)):
                 move_row_pairs((key, momentum_key), w, v, places, drift, std, grids, None, numbers)
         elif grids[0]:  # otherwise the learning rate was 0
-            factor = drift[0] if group.pending.drifts else None
+            factor = pending.transition(since)[0] if pending.drifts else None
+            std = self._std * pending.deviation_of_weights(since)
             with table.in_whole_rows(rows, weight) as (places, numbers, (w,)):
-                add_row_normals(key, w, places, std[0], grids[0], factor, numbers)
+                add_row_normals(key, w, places, std, grids[0], factor, numbers)
 
     def _grids(self, group: _Group) -> tuple[float, float]:
         """The grids of settled weights and momenta, by the noise of one step: all that is pending has at least as much.
@@ -450,27 +451,37 @@ class LazyOwner(Owner):
         if self._std > 0:
             grid = self._grids(group)[0]
             beyond = loops.rows_beyond(weight, rows, 2 * grid / torch.finfo(weight.dtype).eps)
-            together, apart = beyond.nonzero()[:, 0], (~beyond).nonzero()[:, 0]
-            if len(together):
-                step, now = group.coefficients, group.first + group.pending.steps
+            count = int(beyond.sum())
+            if count and count == len(rows):  # mostly all rows of a table are alike: no copies of their gradients
+                self._take_together(group, table, weight, rows, values, grid)
+                return
+            if count:
+                together, apart = beyond.nonzero()[:, 0], (~beyond).nonzero()[:, 0]
                 chosen, sums = rows.index_select(0, together), values.index_select(0, together)
-                with self._moving():
-                    claimed = loops.claim(table.since, chosen, group.pending.steps)
-                    assert claimed is not None and len(claimed[0]) == len(chosen), "rows must be settled before a step"
-                    # Of a row that waited longer, the noise from before would be lost.
-                    assert bool((claimed[1] == group.pending.steps - 1).all()), "rows must be settled before a step"
-                    key, std = self._key().child(_TOUCHED, table.index, now), self._std * step.gw
-
-                    def move(part: slice) -> None:
-                        with table.in_whole_rows(chosen[part], weight) as (places, numbers, (w,)):
-                            values = table.widened(sums[part])
-                            move_rows_by_noise(key, w, places, step.ww, std, values, step.gw, grid, numbers)
-
-                    on_all_cores(move, split(len(chosen), table.width // _SHARED))
+                self._take_together(group, table, weight, chosen, sums, grid)
                 rows, values = rows.index_select(0, apart), values.index_select(0, apart)
         pulled = group.coefficients.pull_back()
         assert pulled is not None  # `begin` refuses it
         loops.move_rows(weight, rows, values, pulled)
+
+    def _take_together(
+        self, group: _Group, table: _Table, weight: Tensor, rows: Tensor, sums: Tensor, grid: float
+    ) -> None:
+        """One step of touched rows without momentum: their gradients and its noise, rounded together."""
+        step, now = group.coefficients, group.first + group.pending.steps
+        with self._moving():
+            claimed = loops.claim(table.since, rows, group.pending.steps)
+            assert claimed is not None and len(claimed[0]) == len(rows), "rows must be settled before a step"
+            # Of a row that waited longer, the noise from before would be lost.
+            assert bool((claimed[1] == group.pending.steps - 1).all()), "rows must be settled before a step"
+            key, std = self._key().child(_TOUCHED, table.index, now), self._std * step.gw
+
+            def move(part: slice) -> None:
+                with table.in_whole_rows(rows[part], weight) as (places, numbers, (w,)):
+                    added = table.widened(sums[part])
+                    move_rows_by_noise(key, w, places, step.ww, std, added, step.gw, grid, numbers)
+
+            on_all_cores(move, split(len(rows), table.width // _SHARED))
 
     def _take_pairs(
         self, group: _Group, table: _Table, weight: Tensor, momentum: Tensor, rows: Tensor, sums: Tensor

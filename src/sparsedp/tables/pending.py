@@ -119,11 +119,16 @@ class PendingSteps:
         """Phi from each of the steps `since` to the present, (4, n): ww, wv, vw, vv."""
         return self._phi[:, since]
 
+    def deviation_of_weights(self, since: np.ndarray) -> np.ndarray:
+        """The first row of `deviation`, (n,): all of it where no step had momentum."""
+        deviations: np.ndarray = np.sqrt(self._noise[0].take(since))
+        return deviations
+
     def deviation(self, since: np.ndarray) -> np.ndarray:
         """L with L L^T = C from each of the steps `since` to the present, (3, n): ww, vw, vv (lower triangle)."""
         if not self.has_momentum:
             factor = np.zeros((3, len(since)))
-            factor[0] = np.sqrt(self._noise[0, since])
+            factor[0] = self.deviation_of_weights(since)
             return factor
         a, b, c = self._noise[:, since]
         root = np.sqrt(a)

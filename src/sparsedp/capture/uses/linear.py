@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsedp.capture import products
 from sparsedp.capture.uses.base import Bucket, RowNorms, Use, not_among
 from sparsedp.capture.uses.built import Built
-from sparsedp.kernels.loops import add_weighted_rows, outer_products
+from sparsedp.kernels.loops import add_weighted_rows, outer_products, scaled_rows
 
 # Elements of a matrix up to which its gradient may be written out for every unit.
 _MAX_WRITTEN_OUT = 1 << 16
@@ -103,24 +103,23 @@ class Linear(Use):
 
     def add_weighted_sum(self, out: Tensor, factors: Tensor) -> None:
         """Inputs or gradients are multiplied by the factors, whichever are narrower."""
-        inputs, grad = self.inputs, self.grad
-        height, width = grad.shape[2], inputs.shape[2]
-        scale = factors.to(grad.dtype)[:, None, None]
-        if height <= width:
-            grad = grad * scale
-        else:
-            inputs = inputs * scale
+        positions, height, width = self.grad.shape[1], self.grad.shape[2], self.inputs.shape[2]
+        grads, rows = self.grad.reshape(-1, height), self.inputs.reshape(-1, width)
+        scale = factors.to(grads.dtype)[:, None].expand(-1, positions).reshape(-1)
         block = out[self.offset : self.offset + height * width]
-        grads, rows = grad.reshape(-1, height), inputs.reshape(-1, width)
+        if min(height, width) > 1 and grads.shape[0] * height * width > _CHEAP_IN_DOUBLE:
+            # Each part is multiplied when its turn comes, so that it is still in the processor's cache.
+            for some, others, each in zip(*(tensor.split(_ADDED_AT_ONCE) for tensor in (grads, rows, scale))):
+                some, others = _narrower_scaled(some, others, each)
+                block.view(height, width).addmm_(some.mT, others)
+            return
+        grads, rows = _narrower_scaled(grads, rows, scale)
         if height == 1:  # torch adds up a product with a vector one term after another, in float32
             add_weighted_rows(block, rows, grads[:, 0])
         elif width == 1:
             add_weighted_rows(block, grads, rows[:, 0])
-        elif grads.shape[0] * height * width <= _CHEAP_IN_DOUBLE:
-            block.view(height, width).add_(grads.mT.double() @ rows.double())
         else:
-            for some, others in zip(grads.split(_ADDED_AT_ONCE), rows.split(_ADDED_AT_ONCE)):
-                block.view(height, width).addmm_(some.mT, others)
+            block.view(height, width).add_(grads.mT.double() @ rows.double())
 
     def restricted(self, rows: Tensor, width: int) -> Linear | Built:
         inputs, grad = self.inputs, self.grad
@@ -151,3 +150,10 @@ class Linear(Use):
             positions = torch.arange(self.grad.shape[1], device=ids.device)[:, None]
             entries = self.grad[units[:, None, None], positions, columns]
         return entries.masked_fill(outside, 0)
+
+
+def _narrower_scaled(grads: Tensor, inputs: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Two matrices, of which the one with fewer columns has its rows multiplied by the factors."""
+    if grads.shape[1] <= inputs.shape[1]:
+        return scaled_rows(grads, factors), inputs
+    return grads, scaled_rows(inputs, factors)
