@@ -61,8 +61,8 @@ def test_configurations_have_the_same_names_and_defaults() -> None:
                 assert key.default == defaults[key.name], key.name
     names = {key.name for kind in (PrivacyConfig, TrainingConfig) for key in fields(kind)}
     # The data bring users, and the configuration has a section for streams. Public inputs and
-    # layers of torch that are to be replaced are named in Python alone.
-    assert set(defaults) - names == {"users", "stream", "public_inputs", "replace_recurrent"}
+    # layers of torch that are to be replaced are named in Python alone, and so is how data are divided among processes.
+    assert set(defaults) - names == {"users", "stream", "public_inputs", "replace_recurrent", "own_data"}
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -170,7 +170,9 @@ def _add_with_holes(self: GaussianNoise, tensors: Any, std: float, step: int) ->
 def _add_rows_with_holes(
     key: Any, table: Tensor, rows: Tensor, std: np.ndarray, grid: float, factor: Any = None, numbers: Any = None
 ) -> None:
-    noise = row_normals(key, rows if numbers is None else numbers, table) * torch.from_numpy(std).to(table.dtype)[:, None]
+    noise = (
+        row_normals(key, rows if numbers is None else numbers, table) * torch.from_numpy(std).to(table.dtype)[:, None]
+    )
     table[rows] = table[rows] * (1.0 if factor is None else torch.from_numpy(factor).to(table.dtype)[:, None]) + noise
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsedp._torch import without_functions
-from sparsedp.capture import absent
+from sparsedp.capture.ops import absent
 from sparsedp.distributed.placement import PlacedShard
 from sparsedp.errors import UnsupportedError
 from sparsedp.tables import Shard

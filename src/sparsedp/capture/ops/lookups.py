@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparsedp.capture import absent
 from sparsedp.capture.expressions import Expression, Placed, place_looked_up
+from sparsedp.capture.ops import absent
 from sparsedp.capture.ops.helpers import bind, require_affordable, require_functional
 from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.ops.ragged import owners_of_nested
