@@ -88,7 +88,7 @@ class LazyAlias(_Guarded, torch.Tensor):
 
 
 def guard(parameter: nn.Parameter, owner: Owner, name: str) -> None:
-    """Guards a table; `owner` has all of its rows."""
+    """Guards a table, or the shard of it that a parameter holds; `owner` has all rows there."""
     parameter.__class__ = LazyTable
     parameter.table_owner, parameter.table_name = owner, name  # type: ignore[attr-defined]
 
@@ -124,7 +124,9 @@ def unguarded_class(value: Any) -> type:
 def settle_before(func: Callable, args: tuple, kwargs: dict) -> None:
     """Settles what an operation is about to read: the rows that it looks up, or all rows."""
     for tensor in _guarded_in((args, kwargs)):
-        tensor.table_owner.before_read(tensor.table_name, looked_up(func, args, kwargs, tensor))
+        owner, name, places = tensor.table_owner, tensor.table_name, looked_up(func, args, kwargs, tensor)
+        first = owner.run.first_in_memory(name)
+        owner.before_read(name, places + first if first and places is not None else places)
 
 
 def looked_up(func: Callable, args: tuple, kwargs: dict, table: Any) -> Tensor | None:
