@@ -446,10 +446,12 @@ class LazyOwner(Owner):
 
         Between the two, w + lr S is rounded to the numbers of w's type. Where these lie farther apart than the points of the
         grid, a unit could move it by several times lr C: such rows take gradient and noise together. Who does is decided by w
-        from before the step, which has its noise; where an owner has some columns alone, by these.
+        from before the step, which has its noise.
         """
         if self._std > 0:
             grid = self._grids(group)[0]
+            # Of a shard, its columns alone decide: a row may take its noise now in some columns and later in others, by other
+            # keys than in the whole table. Columns are independent, so the law is the same.
             beyond = loops.rows_beyond(weight, rows, 2 * grid / torch.finfo(weight.dtype).eps)
             count = int(beyond.sum())
             if count and count == len(rows):  # mostly all rows of a table are alike: no copies of their gradients

@@ -1,7 +1,8 @@
 """Whoever owns rows of tables: settles them before they are read, and lets them take their gradients.
 
 One owner may have all rows of all tables, or each of several some rows of each: the model is the same, bit for bit, because
-whatever is drawn for a row is a function of the key, the step, the table, the row's number and the column alone.
+whatever is drawn for a row is a function of the key, the step, the table, the row's number and the column alone. Owners may
+share the memory of a table, or each have a shard of it in a parameter of its own.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from sparsedp._torch import without_subclasses
+from sparsedp.errors import SparseDPError
 from sparsedp.noise import RandomKey, Sums
 from sparsedp.progress import Progress, no_progress
 from sparsedp.tables.spec import Shard, TableSpec
@@ -27,8 +29,7 @@ class Ownership:
     """What an owner is given: which rows of which tables, and what it has to know of the run."""
 
     tables: Mapping[str, TableSpec]
-    # The tables by name, with the rows of all owners, save those in `shards`, of which it has the shard alone.
-    parameters: Mapping[str, nn.Parameter]
+    parameters: Mapping[str, nn.Parameter]  # the tables by name, with the rows of all owners, or a shard
     optimizer: Optimizer  # the user's own
     key: Callable[[], RandomKey]  # the noise's: another one after a run is resumed
     std: float  # deviation of a step's noise on the averaged gradient
@@ -36,9 +37,24 @@ class Ownership:
     stage: Callable[[str], AbstractContextManager[Any]] = nullcontext  # entered around each stage of a step
     progress: Progress = no_progress  # told of the settling of a large table
     cut: Mapping[str, range] = field(default_factory=dict)  # the rows that this owner has of some tables; of others all
+    # Tables of which `parameters` holds a shard alone, (len(rows), len(columns)); of the others it holds all.
     shards: Mapping[str, Shard] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        for name in self.shards.keys() & self.tables.keys():
+            shard, table, shape = self.shards[name], self.tables[name], self.parameters[name].shape
+            if not shard.is_of(table) or shape != shard.shape:
+                raise SparseDPError(
+                    f"Table '{name}' is {tuple(table.shape)}, and its shard has rows {shard.rows} and columns {shard.columns}, "
+                    f"in a parameter of {tuple(shape)}. A shard is a part of its table, and the parameter has its shape."
+                )
+            if name in self.cut:
+                raise SparseDPError(
+                    f"Table '{name}' is both in cut and in shards. The owner of a shard has all of its rows: leave cut out."
+                )
+
     def owned(self, name: str) -> range:
+        """The numbers of the rows that this owner has of a table."""
         if name in self.shards:
             return self.shards[name].rows
         return self.cut.get(name, range(self.tables[name].rows))
@@ -54,7 +70,10 @@ class Ownership:
 
 
 class Owner(ABC):
-    """Owns rows of tables, which are known by their names and the rows' numbers in the whole table."""
+    """Owns rows of tables, which are known by their names and the rows' numbers in the whole table.
+
+    Of a table that it has a shard of, it has the shard's columns alone: what it is given for a row, and gives, are these.
+    """
 
     adds_noise = (
         False  # whether the owner itself adds the noise, to all of its rows; otherwise `apply` gets noisy gradients
@@ -105,7 +124,10 @@ class Owner(ABC):
 
     @abstractmethod
     def apply(self, name: str, rows: Tensor, values: Tensor) -> None:
-        """Lets rows, distinct and ascending, take their gradients in the step that `advance` has counted."""
+        """Lets rows, distinct and ascending, take their gradients in the step that `advance` has counted.
+
+        `values` are (n, columns of the parameter).
+        """
 
     # What happens between steps.
 
@@ -133,9 +155,10 @@ class Owner(ABC):
 
 
 class SeveralOwners(Owner):
-    """Owners that have all rows of a run's tables between them."""
+    """Owners that have all rows of a run's tables between them, in parameters that they share."""
 
     def __init__(self, owners: Sequence[Owner]) -> None:
+        assert not any(owner.run.shards for owner in owners), "owners of shards have parameters of their own"
         super().__init__(replace(owners[0].run, cut={}))
         self.owners = list(owners)
         self.adds_noise = owners[0].adds_noise

@@ -31,6 +31,17 @@ class Shard:
     rows: range
     columns: range
 
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self.rows), len(self.columns)))
+
+    def is_of(self, table: TableSpec) -> bool:
+        """Whether a table has these rows and columns."""
+        return all(
+            part.step == 1 and 0 <= part.start <= part.stop <= size
+            for part, size in ((self.rows, table.rows), (self.columns, table.dim))
+        )
+
 
 def table_specs(parameters: Mapping[str, Tensor], tables: Collection[str]) -> dict[str, TableSpec]:
     """The specs of some of the private parameters of a module, by name in alphabetical order."""
