@@ -307,6 +307,10 @@ class PrivacyEngine:
         """
         module, optimizer, loader = self._parts()
         tables = optimizer.private_step.trained_tables()
+        if counts is None and self._run is not None and self._run.count > 1:
+            raise UnsupportedError(
+                "The data are not looked at in several processes: give public counts and units, or look at them in one process."
+            )
         if (counts is None) != (units is None):
             raise ValueError("counts and units go together: of `units` units, counts[table][row] touch the row")
         if counts is not None and units is not None:
@@ -454,7 +458,10 @@ class PrivacyEngine:
             return None
         spans = () if loader.stream is None else loader.stream.spans
         users = () if loader.users is None else (loader.users.begin, loader.users.order)
-        return sign_order(self._signing_key, [*spans, *users])
+        order = sign_order(self._signing_key, [*spans, *users])
+        if self._run is None or loader.share.begin is None:
+            return order
+        return " ".join(self._run.gather(order))  # each rank has data of its own
 
     def _parts(self) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
         if self._module is None or self._optimizer is None or self._loader is None:

@@ -53,7 +53,7 @@ def test_another_number_of_ranks_goes_on_alike(tmp_path: Path, mechanism: str, s
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_lost_rank_is_named_and_the_checkpoint_is_whole(tmp_path: Path, how: str) -> None:
     path = str(tmp_path / "checkpoint")
-    ended = launch(3, "lose", path, 7, how, timeout=60.0 if how == "SIGKILL" else 8.0, lost=1)
+    ended = launch(3, "lose", path, 7, how, timeout=60.0 if how == "SIGKILL" else 20.0, lost=1)
     for rank in (0, 2):
         assert "RankLostError: Rank(s) 1 of 3 did not answer" in ended[rank].result, ended[rank].output
     resumed = launch(2, "resume", "adafest", "table_wise", 12, path, None, seed=None)

@@ -51,8 +51,9 @@ def test_the_same_model(ranks: int, mechanism: str, sharding: str) -> None:
         ((("momentum", 0.9), ("mechanisms", ("lazydp", "dpsgd"))), 2e-6),
         ((("optimizer", "adagrad"), ("mechanisms", ("adafest", "fest"))), 1e-5),  # divides by roots of small sums
         ((("kind", "sequences"), ("mechanisms", ("adafest", "lazydp", "dpsgd"))), CLOSE),
+        ((("kind", "weighted"), ("mechanisms", ("adafest", "lazydp by step"))), CLOSE),
     ],
-    ids=["users", "physical batches", "momentum", "Adagrad", "sequences"],
+    ids=["users", "physical batches", "momentum", "Adagrad", "sequences", "weighted"],
 )
 def test_units_batches_optimizers_and_sequences(settings: tuple, close: float) -> None:
     options = dict(settings)
@@ -93,3 +94,11 @@ def test_one_key_for_all() -> None:
     first, second = ([ended.value for ended in launch(2, "keys")] for _ in range(2))
     assert first[0] == first[1] and second[0] == second[1]
     assert first[0] != second[0] and not first[0][1]
+
+
+@pytest.mark.parametrize("mechanism", ["adafest", "lazydp by step"])
+def test_outputs_are_those_of_one_process_also_after_close(mechanism: str) -> None:
+    """Rows that are owed noise are settled before an evaluation reads them."""
+    for ended in launch(2, "evaluated", mechanism, "table_wise"):
+        assert ended.value["private"] <= CLOSE and ended.value["closed"] <= CLOSE
+        assert "not looked at in several processes" in ended.value["statistics"]

@@ -9,6 +9,7 @@ and TorchRec's own backward pass, which would ship unclipped gradients, never ru
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from sparsedp._torch import without_functions
 from sparsedp.capture.ops import absent
 from sparsedp.distributed.placement import PlacedShard
-from sparsedp.errors import UnsupportedError
+from sparsedp.errors import SparseDPWarning, UnsupportedError
 from sparsedp.tables import Shard
 
 BeforeRead = Callable[
@@ -82,6 +83,7 @@ class _ImageMethods:
     """What an image does otherwise than the unsharded collection."""
 
     sharded: nn.Module
+    warned: bool  # of another order of features
     prefix: str  # of the names of its tables in the module
     before_read: BeforeRead | None
     before_state: Callable[[], None] | None  # called before weights leave
@@ -95,6 +97,7 @@ class _ImageMethods:
         self.__dict__.update(
             sharded=sharded, prefix=f"{name}.", before_read=None, before_state=None, watched=nullcontext
         )
+        self.__dict__["warned"] = False
         trained = {key: p.requires_grad for key, p in sharded.named_parameters()}
         kind = _AbsentBag if hasattr(self, "embedding_bags") else _AbsentEmbedding
         for key, table in self.tables().items():
@@ -148,6 +151,15 @@ class _ImageMethods:
         if hasattr(self, "embedding_bags"):
             results = {name: found[name] for name in found.keys()}  # noqa: SIM118  a KeyedTensor
             names = iter(self._embedding_names)
+            if list(results) != self._embedding_names and not self.warned:
+                self.__dict__["warned"] = True
+                warnings.warn(
+                    f"TorchRec's sharded collection '{self.prefix[:-1]}' gives features in the order {', '.join(results)}; in "
+                    f"private training they come as in one process, {', '.join(self._embedding_names)}. A model that takes "
+                    ".values() of the result would see another order after engine.close(): take result[name], or regroup.",
+                    SparseDPWarning,
+                    stacklevel=2,
+                )
         else:
             results = {name: jagged.values() for name, jagged in found.items()}
             names = (name for names in self._embedding_names_by_table for name in names)

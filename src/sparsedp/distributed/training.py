@@ -157,7 +157,8 @@ class Together:
             )
         self.require_same({
             "the plan": plan.hash, "torch": torch.__version__, "SparseDP": __version__, "TorchRec": _torchrec_version(),
-            "max_physical_batch": loader.max_physical_batch, "the data": _digest_of_data(loader, key),
+            "max_physical_batch": loader.max_physical_batch, "the steps of an epoch": loader.steps_per_epoch,
+            "the data": _digest_of_data(loader, key),
         })  # fmt: skip
         self.send_dense(module)
         return self.ranks(tables, next(iter(tables.values())).dtype if tables else torch.float32)
