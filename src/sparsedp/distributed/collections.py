@@ -125,8 +125,10 @@ class _ImageMethods:
 
         if features.variable_stride_per_key():
             raise UnsupportedError("A KeyedJaggedTensor with another batch for each feature is not supported.")
+        # TorchRec's sharded collections take weights that come along, also those which unsharded ones leave alone.
+        weights = features.weights_or_none() if getattr(self, "_is_weighted", False) else None
         copy = KeyedJaggedTensor(
-            keys=features.keys(), values=features.values(), weights=features.weights_or_none(),
+            keys=features.keys(), values=features.values(), weights=weights,
             lengths=features.lengths(), stride=features.stride(),
         )  # fmt: skip
         # Not the batch's own object: it keeps what is computed of it, and capture has not seen that being made.
