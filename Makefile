@@ -17,7 +17,7 @@ endif
 export OMP_WAIT_POLICY ?= passive
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-all test-models test-distributed bench audit lint format clean
+.PHONY: help demo test test-slow test-all test-models test-distributed wheel docs bench audit lint format clean
 
 help:  ## show this
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,12 +35,18 @@ test-all: $(VENV)/.dev  ## run all tests but those on other packages' models
 	$(PYTEST) -m "not models and not distributed" $(PYTEST_ARGS)
 
 test-models: $(VENV)/.models  ## train other packages' models privately and compare, in about ten minutes
-	$(PYTEST) -m models tests/models $(PYTEST_ARGS)
+	$(PYTEST) -m models tests/models tests/integrations $(PYTEST_ARGS)
 
 test-distributed: $(VENV)/.torchrec  ## train sharded tables in several processes and compare with one, in some minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed $(PYTEST_ARGS)
 
-bench: $(VENV)/.dev  ## measure speed and memory, for about 40 minutes, into runs/bench
+wheel: $(VENV)/.dev  ## build what is published into dist/, and try the wheel in an empty environment
+	$(BIN)/python tests/check_wheel.py
+
+docs: $(VENV)/.docs  ## build the site of the documentation into site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.torchrec  ## measure speed and memory, for about 40 minutes, into runs/bench
 	$(BIN)/python -m benchmarks all $(BENCH_ARGS)
 
 audit: $(VENV)/.dev  ## attack the guarantee of every mechanism, for some minutes, into runs/audit
@@ -57,7 +63,7 @@ format: $(VENV)/.dev  ## put the code into the project's style
 	$(BIN)/ruff format .
 
 clean:  ## remove the environment and caches; runs/ stays
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -path ./runs -prune -o \( -name __pycache__ -o -name '*.egg-info' \) -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -72,6 +78,10 @@ $(VENV)/.base: pyproject.toml constraints.txt | $(BIN)/python
 $(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	touch $(VENV)/.base $@
+
+$(VENV)/.docs: pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	touch $@
 
 # TorchRec asks for FBGEMM for CUDA; what it imports is in the extra.
 $(VENV)/.torchrec: $(VENV)/.dev

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks import reading
 from benchmarks.audit import bound
 from benchmarks.compare import options as compare
 from benchmarks.convex import options as convex
@@ -55,6 +56,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     secret_sharer.add_arguments(exposure)
     exposure.set_defaults(run=secret_sharer.run)
+    readers = commands.add_parser("reading", help="rows per second and memory of reading a click log")
+    reading.add_arguments(readers)
+    readers.set_defaults(run=reading.run)
     for name, summary in PARTS.items():
         part = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         options_of(name).add_arguments(part)

@@ -336,6 +336,11 @@ COPIES = {
     "copies of padding": lambda: (
         Apply(lambda m, x: x * m.e(torch.arange(L)).sin() + m.e(torch.arange(L)), e=emb(padding_idx=2)), x()
     ),
+    "a bias by relative position in fused attention": lambda: (
+        Apply(lambda m, x: F.scaled_dot_product_attention(
+            m.l(x)[:, None], x[:, None], x[:, None], attn_mask=m.bias(torch.arange(L * L).view(L, L) % 7).permute(2, 0, 1)[None],
+        )[:, 0], l=nn.Linear(D, D), bias=nn.Embedding(7, 1)), x(),
+    ),
     "positions as a matrix": lambda: (Apply(lambda m, x: x @ m.p(torch.arange(1, D + 1)), p=nn.Embedding(D + 2, D)), x()),
     "positions as a transposed matrix": lambda: (Apply(lambda m, x: x @ m.p(torch.arange(L)).T, p=nn.Embedding(7, D)), x()),
     "normalised, tied table": lambda: (Apply(lambda m, i: m.e(i).sin() @ F.normalize(m.e.weight).T, e=emb()), ids()),

@@ -21,7 +21,15 @@ from sparsedp.data import generated_click_log
 from sparsedp.mechanisms import survivors
 from sparsedp.mechanisms.expectation import RowCounts
 from sparsedp.models import PCTR
-from sparsedp.prediction import Prediction, TouchStatistics, find_threshold, predict
+from sparsedp.prediction import (
+    Prediction,
+    RowGroups,
+    SpanStatistics,
+    TouchStatistics,
+    find_threshold,
+    predict,
+    predict_part,
+)
 from support import Apply, loader_of, make_private
 
 AdaFEST, FEST = sparsedp.AdaFEST, sparsedp.FEST
@@ -378,3 +386,26 @@ def test_a_prediction_as_a_dict() -> None:
     assert found["private"] and found["source"] == "all 300 training examples" and "favours" in found["notes"][0]
     table = found["tables"]["tables.2.weight"]
     assert table["rows"] == 2741 and table["gradient_size"] == pytest.approx(2 * 50 * 2741 / sum(VOCABULARY))
+
+
+def test_part_of_a_batch_by_enumeration() -> None:
+    """One of four processes' units: the law of what they touch and find selected by all, added up over all numbers of units."""
+    engine, *_ = click_model(AdaFEST(threshold=2.0, noise_ratio=2.0), noise_multiplier=0.7)
+    plan, counts = engine.plan, np.array([0, 1, 3, 9])
+    units, share = 400, 0.25
+    name = plan.parameters[0][0]
+    groups = RowGroups(np.array([5.0, 4.0, 3.0, 2.0]), counts.astype(float), np.ones(4), np.ones(4, dtype=bool))
+    statistics = TouchStatistics("", False, 1.0, False, (SpanStatistics(1.0, units, True, {name: groups}),))
+    part = predict_part(plan, statistics, share)[name]
+    std, touched, passed = plan.mechanism._map_std(plan.noise_multiplier), 0.0, 0.0
+    for count, rows in zip(counts, groups.rows):
+        for n in range(count + 1):
+            seen = binom.pmf(n, count, plan.batch_size / units) * (1 - (1 - share) ** n)
+            touched += rows * seen
+            passed += rows * seen * norm.sf(2.0, loc=n, scale=std)
+    assert part.touched == pytest.approx(touched) and part.passed == pytest.approx(passed)
+    assert not part.whole
+    every = predict_part(plan, statistics, 1.0)[name]
+    total = predict(plan, statistics).tables[name]
+    assert every.touched == pytest.approx(total.rows_touched)
+    assert every.passed == pytest.approx(total.rows_selected - total.rows_false)

@@ -6,6 +6,7 @@ Noise alone, std * z in float32, reaches a pattern of numbers with holes; what h
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import sparsedp
 from sparsedp.grid import grid_of, round_to
-from sparsedp.kernels import normals
+from sparsedp.kernels import loops, normals
 from sparsedp.noise import GaussianNoise, RandomKey, Sums, zero_others
 from support import loader_of
 
@@ -479,9 +480,10 @@ def test_large_weights_do_not_tell_what_rounding_made_of_a_unit(apart: bool, mon
             return self.table(ids).sum((1, 2)) / 64 * size
 
     if apart:
+        within = loops.move_rows_within
         monkeypatch.setattr(
-            "sparsedp.tables.lazy.loops.rows_beyond",
-            lambda table, rows, limit: torch.zeros(len(rows), dtype=torch.bool),
+            "sparsedp.tables.lazy.loops.move_rows_within",
+            lambda table, rows, values, step, limit: within(table, rows, values, step, math.inf),
         )
     means = []
     for seed, size in enumerate((0.0, unit)):

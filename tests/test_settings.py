@@ -28,7 +28,7 @@ from support import Clicks, clicks, loader_of, make_private
 ENGINE = sparsedp.PrivacyEngine
 OWN = {
     "make_private": ["noise_multiplier"],
-    "make_private_with_epsilon": ["target_epsilon", "target_delta", "epochs"],
+    "make_private_with_epsilon": ["target_epsilon", "target_delta", "epochs", "steps"],
 }
 
 

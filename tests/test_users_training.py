@@ -95,7 +95,7 @@ def test_neighbours_of_a_private_step(mechanism: str, reduction: str) -> None:
         gradient = optimizer.private_step.begin(selection)
         optimizer.private_step.add(captured(keep), gradient)
         if noise:
-            optimizer.private_step.add_noise(gradient)
+            optimizer.private_step.add_noise(gradient, optimizer.ledger.steps)
         else:
             for sums in gradient.sums.values():
                 zero_others(sums)

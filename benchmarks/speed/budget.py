@@ -50,6 +50,12 @@ def _light(results: Results) -> Ratios:
             yield f"the peers' model {row['variant']}, {row['rows']:,} rows", row["ratio_to_plain"]["best"]
 
 
+def _epochs(results: Results) -> Ratios:
+    for row in _rows(results, "epoch"):
+        if row["variant"] != "plain":
+            yield f"two towers {row['variant']}", row["ratio_to_plain"]["best"]
+
+
 def _against_own(results: Results) -> Ratios:
     for row in _rows(results, "bound"):
         if row["variant"] in ("lazydp", "adafest", "eana") and row["ratio_to_tuned"] is not None:
@@ -96,14 +102,34 @@ def _memory(results: Results) -> Ratios:
             yield f"{row['variant']}, {largest:,} rows", row["memory"] / (4 * results["vocabulary"]["dim"] * largest)
 
 
+def _sharded(results: Results, ratio: Callable[[Mapping[str, Any]], float | None]) -> Ratios:
+    for row in _rows(results, "distributed"):
+        setting, value = row["setting"], ratio(row)
+        if row["variant"] != "plain" and setting["ids"] == 1 and value is not None:
+            yield f"{setting['model']} {setting['sharding']} {row['variant']}", value
+
+
 LINES = (
     Line("private step / plain PyTorch, pCTR and DLRM", 1.05, None, _against_plain),
     Line("private step / plain PyTorch, light models", 1.5, None, _light),
+    Line("whole epoch, private / plain PyTorch with its DataLoader", 0.5, None, _epochs),
     Line("private step / the same without privacy on our code", 1.25, None, _against_own),
     Line("step at most rows / step at fewest, one table", 1.1, None, _over_rows),
     Line("dense DP-SGD / AdaFEST, one table, most rows", None, 400.0, _dense_over_sparse),
     Line("tied sequence model, private / not", 1.25, None, _tied),
     Line("LazyDP / EANA", 1.1, None, _lazy_over_eana),
+    Line(
+        "sharded, private / TorchRec, one id a feature",
+        1.25,
+        None,
+        lambda results: _sharded(results, lambda row: row["ratio_to_plain"]["best"]),
+    ),
+    Line(
+        "sharded, bytes sent, private / TorchRec",
+        1.1,
+        None,
+        lambda results: _sharded(results, lambda row: row["bytes_ratio_to_plain"]),
+    ),
     Line("peak memory beyond the table, share of it", 0.02, None, _memory),
 )
 
@@ -119,7 +145,8 @@ def page(results: Results) -> str:
         return ""
     table = markdown_table(("what", "where", "budget", "measured", "met"), lines)
     why = _WHY if any(line[-1] == "no" for line in lines) else ""
-    return f"# The budget\n\n{_quick_note(results)}{table}{why}"
+    note = _quick_note(results)
+    return "\n\n".join(filter(None, ["# The budget", note, f"{table}{why}"]))
 
 
 def section(results: Results) -> str:
@@ -137,12 +164,13 @@ def section(results: Results) -> str:
     if not lines:
         return ""
     table = markdown_table(("what", "budget", "measured", "met"), lines)
-    return f"{_quick_note(results)}{table}\n\n[The budget](budget.md), place by place, and why what is not met is not."
+    behind = "[The budget](budget.md), place by place, and why what is not met is not."
+    return f"{table}\n\n{' '.join(filter(None, [behind, _quick_note(results)]))}"
 
 
 def _quick_note(results: Results) -> str:
     quick = any(result.get("command", "").endswith("--quick") for result in results.values())
-    return "Parts were run with `--quick`, at sizes for which the budget is not meant.\n\n" if quick else ""
+    return "Parts were run with `--quick`, at sizes for which the budget is not meant." if quick else ""
 
 
 _WHY = """

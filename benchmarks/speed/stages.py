@@ -17,6 +17,7 @@ STAGE_COLORS = {
     "unit gradients": "#8c510a",
     "norms": "#cc79a7",
     "sums": "#f0e442",
+    "ranks": "#117733",
     "update": "0.4",
     "the rest": "0.88",  # of a step: what lies between the stages
 }

@@ -1,6 +1,7 @@
 """SparseDP: differentially private training of PyTorch models with large embedding tables."""
 
 from sparsedp import accounting, convex, nn
+from sparsedp.advice import Advice, advise
 from sparsedp.check import CheckReport, check
 from sparsedp.clipping import Clipping
 from sparsedp.engine import PrivacyEngine
@@ -13,12 +14,14 @@ from sparsedp.errors import (
     SparseDPWarning,
     UnitsMixedError,
     UnsupportedError,
+    UtilityWarning,
 )
 from sparsedp.explain import Explanation, explain
 from sparsedp.frequencies import FrequencyRelease
-from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, LazyDP, Mechanism
+from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, LazyDP, Mechanism, PublicCounts
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import Stream
+from sparsedp.settings import PrivacySettings
 from sparsedp.statement import PrivacyStatement
 from sparsedp.version import __version__
 
@@ -27,6 +30,7 @@ __all__ = [
     "EANA",
     "FEST",
     "AdaFEST",
+    "Advice",
     "CheckReport",
     "CheckpointError",
     "Clipping",
@@ -40,14 +44,18 @@ __all__ = [
     "NonFiniteGradientError",
     "PrivacyEngine",
     "PrivacyPlan",
+    "PrivacySettings",
     "PrivacyStatement",
+    "PublicCounts",
     "SparseDPError",
     "SparseDPWarning",
     "Stream",
     "UnitsMixedError",
     "UnsupportedError",
+    "UtilityWarning",
     "__version__",
     "accounting",
+    "advise",
     "check",
     "convex",
     "explain",

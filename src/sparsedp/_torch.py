@@ -42,8 +42,10 @@ __all__ = [
     "optimizer_post_hooks",
     "optimizer_pre_hooks",
     "preserved_version",
+    "rebuild_tensor",
     "saved_tensor_hooks",
     "set_timeout",
+    "storage_type",
     "will_run",
     "without_functions",
     "without_subclasses",
@@ -88,6 +90,14 @@ def make_sharded_tensor(
         begin, sizes = [cut[0] for cut in cuts], [cut[1] - cut[0] for cut in cuts]
         shards.append(Shard(local, ShardMetadata(begin, sizes, f"rank:{rank}/{local.device}")))
     return init_from_local_shards(shards, *shape, process_group=group)
+
+
+rebuild_tensor = torch._utils._rebuild_tensor_v2  # what a tensor's pickle calls
+
+
+def storage_type(dtype: torch.dtype) -> Any:
+    """What stands in a file for the type of a tensor's numbers."""
+    return getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:

@@ -25,7 +25,7 @@ from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSpar
 from sparsedp.capture.compiled import WithoutCompilation
 from sparsedp.capture.precision import LOW_PRECISION
 from sparsedp.clipping import Clipping
-from sparsedp.errors import NonFiniteGradientError, SparseDPError, SparseDPWarning, UnitsMixedError
+from sparsedp.errors import NonFiniteGradientError, SparseDPError, SparseDPWarning, UnitsMixedError, refuse_labels
 from sparsedp.fused import replace_fused
 from sparsedp.refusals import refuse_module
 from sparsedp.sampling import BatchInfo, PrivateLoader, collate_anew
@@ -348,7 +348,11 @@ class Trial:
             out = self._module(*args, **kwargs)
         assert self._loss_fn is not None
         with Replaced(self.draws):
-            return self._loss_fn(out, target)
+            try:
+                return self._loss_fn(out, target)
+            except RuntimeError as error:
+                refuse_labels(target, error)
+                raise
 
     def captured(self, batch: Any, units: int) -> _Observed:
         shapes = {name: p.shape for name, p in self.parameters.items()}

@@ -157,6 +157,7 @@ def load(
         raise CheckpointError(f"{path} is not a SparseDP checkpoint of format {_FORMAT}.")
     if missing := _KEYS - content.keys():
         raise CheckpointError(f"{path} lacks {', '.join(sorted(missing))}.")
+    plan = plan.with_threshold_of(content["plan"])
     if content["plan_hash"] != plan.hash:
         lines = "; ".join(plan.differences(content["plan"]))
         raise CheckpointError(f"{path} belongs to another plan: {lines}.")

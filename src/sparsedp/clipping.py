@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Literal
 
 from torch import Tensor
+
+from sparsedp.errors import ConfigError
 
 Style = Literal["flat", "automatic"]
 
@@ -25,6 +28,13 @@ class Clipping:
     def __post_init__(self) -> None:
         if self.style not in ("flat", "automatic"):
             raise ValueError(f"clipping must be 'flat' or 'automatic', not {self.style!r}")
+        if isinstance(self.max_norm, bool) or not isinstance(self.max_norm, Real):
+            kind = "None" if self.max_norm is None else f"a {type(self.max_norm).__name__}"
+            raise ConfigError(
+                f"max_grad_norm must be a number above 0, such as 1.0, not {kind}: without a bound on each unit's gradient "
+                "there is nothing that noise could hide."
+            )
+        object.__setattr__(self, "max_norm", float(self.max_norm))
         if not 0 < self.max_norm < float("inf"):
             raise ValueError(f"max_grad_norm must be positive and finite, not {self.max_norm}")
         if not 0 < self.gamma < float("inf"):

@@ -6,10 +6,12 @@ adds, and the bound that noise is calibrated to, is said here and nowhere else.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -121,3 +123,12 @@ def contribution_map(
         return all_rows[0], all_values[0]
     rows, inverse = torch.unique(torch.cat(all_rows), return_inverse=True)
     return rows, torch.zeros(rows.numel(), dtype=torch.float64).index_add_(0, inverse, torch.cat(all_values))
+
+
+def digest_of(counts: Mapping[str, Any]) -> str:
+    """A digest of counts or shares, a vector for each table."""
+    digest = hashlib.sha256()
+    for name in sorted(counts):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(np.asarray(counts[name], dtype=np.float64)).tobytes())
+    return digest.hexdigest()

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from sparsedp import checkpoint, leaving
+from sparsedp import checkpoint, concerns, leaving
 from sparsedp.accounting.epsilon import dp_accounting_above, epsilon_of
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.accounting.registry import find_accountant
+from sparsedp.callbacks import SpentEpsilon, call, finite_values, require_callback, step_values
 from sparsedp.capture import Capture, Draws, PublicInputs
 from sparsedp.check import CheckReport
 from sparsedp.distributed import checkpoint as checkpoint_of_several
 from sparsedp.distributed.training import Together, together, unwrapped
+from sparsedp.distributed.whole_file import write_state_dict
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.fallback import fallback_tables
 from sparsedp.fused import replace_fused, restore_fused
+from sparsedp.kernels.threads import let_waiting_threads_sleep
+from sparsedp.mechanisms import Mechanism, PublicCounts
 from sparsedp.noise import GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import PrivacyPlan, default_delta, require_delta
-from sparsedp.prediction import TouchStatistics, statistics_from_counts, statistics_from_data
+from sparsedp.prediction import (
+    TouchStatistics,
+    find_auto_threshold,
+    predict,
+    statistics_from_counts,
+    statistics_from_data,
+    statistics_from_release,
+)
 from sparsedp.preparation import Preparation
 from sparsedp.progress import Progress, no_progress
 from sparsedp.refusals import private_parameters, refuse_module, refuse_optimizer, warn_of_compiled_parts
@@ -36,12 +49,20 @@ from sparsedp.sampling import PrivateLoader
 from sparsedp.settings import ExecutionSettings, PrivacySettings, SettingsKeywords, read_settings, takes_settings
 from sparsedp.signature import read_key, sign_order
 from sparsedp.statement import PrivacyStatement, make_statement
-from sparsedp.tables import find_tables, table_specs
+from sparsedp.tables import TableSpec, find_tables, table_specs
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+_log = logging.getLogger("sparsedp")  # events of interest; what a user must know is warned of or raised
 _NOISE, _SAMPLING, _FORWARD, _FUNCTIONS = 0, 1, 2, 3  # the purposes that the engine's key is split into
+
+
+class HasNote(Protocol):
+    """Something that the statement may have to mention, such as `sparsedp.advise` gives."""
+
+    @property
+    def note(self) -> str | None: ...
 
 
 class PrivacyEngine:
@@ -89,6 +110,7 @@ class PrivacyEngine:
         self._lineage = checkpoint.Lineage()  # the checkpoints that were written or read here
         self._capture: Capture | None = None
         self._recurrent: list[nn.Module] = []  # layers of torch that run as ours
+        self._at_close: list[Callable[[], None]] = []
         self._run: Together | None = None  # of several processes; None: this one trains alone
 
     # ------------------------------------------------------------------ making things private
@@ -111,6 +133,7 @@ class PrivacyEngine:
         read = read_settings(settings, "make_private")
         with self._replaced(module, optimizer, read[1]) as inner:
             plan, loader = self._prepare(inner, optimizer, data_loader, noise_multiplier, *read)
+            concerns.warn(concerns.of_plan(plan), stacklevel=4)
             return module, *self._install(plan, inner, optimizer, loader)
 
     @takes_settings
@@ -122,19 +145,26 @@ class PrivacyEngine:
         data_loader: DataLoader,
         target_epsilon: float,
         target_delta: float,
-        epochs: int,
+        epochs: int | None = None,
+        steps: int | None = None,
         **settings: Unpack[SettingsKeywords],
     ) -> tuple[nn.Module, PrivateOptimizer, PrivateLoader]:
-        """As `make_private`, with the least noise that keeps `epochs` epochs within the target."""
-        if not isinstance(epochs, int) or epochs < 1:
-            raise ValueError(f"epochs must be a whole number of at least 1, not {epochs!r}")
+        """As `make_private`, with the least noise that keeps `epochs` epochs, or `steps` steps, within the target."""
+        if (epochs is None) == (steps is None):
+            raise ValueError("Give either epochs or steps: how long the run is planned to be.")
+        for name, length in (("epochs", epochs), ("steps", steps)):
+            if length is not None and (not isinstance(length, int) or length < 1):
+                raise ValueError(f"{name} must be a whole number of at least 1, not {length!r}")
         read = read_settings(settings, "make_private_with_epsilon")
         with self._replaced(module, optimizer, read[1]) as inner:
             plan, loader = self._prepare(inner, optimizer, data_loader, 1.0, *read)
             require_delta(target_delta, plan.dataset_size, self._allow_large_delta)
+            planned = steps if epochs is None else epochs * loader.steps_per_epoch
+            assert planned is not None
             plan = plan.calibrated(
-                target_epsilon=target_epsilon, target_delta=target_delta, steps=epochs * loader.steps_per_epoch
+                target_epsilon=target_epsilon, target_delta=target_delta, steps=planned, progress=self._progress
             )
+            concerns.warn(concerns.of_plan(plan), stacklevel=4)
             return module, *self._install(plan, inner, optimizer, loader)
 
     @contextmanager
@@ -147,7 +177,7 @@ class PrivacyEngine:
         layers = replace_fused(inner) if execution.replace_recurrent else []
         try:
             with together(inner, optimizer, self._rank_timeout) as run:
-                if run is not None and self._run is None:
+                if run is not None and self._plan is None:
                     self._run, self._key = run, run.share_key(self._key)
                 yield inner
         except BaseException:
@@ -203,6 +233,7 @@ class PrivacyEngine:
         generator = self._key.child(_FUNCTIONS).generator()
         capture = Capture(module, parameters, lambda: loader.current, self._draws(), public, generator)
         tables = table_specs(parameters, find_tables(module))
+        plan = self._with_threshold_found(plan, module, capture, loader, tables)
         ranks = None
         if run is not None:
             ranks = run.begin(plan, module, tables, loader, self._key)
@@ -210,6 +241,7 @@ class PrivacyEngine:
         preparation = Preparation(
             plan, module, capture, loader, self.ledger,
             tables=lambda: private.private_step.trained_tables(), key=lambda: private.noise.key, ranks=ranks,
+            find_threshold=self._find_released_threshold,
         )  # fmt: skip
         if plan.stream is not None:
             self.ledger.composition = plan.stream.composition
@@ -226,8 +258,10 @@ class PrivacyEngine:
             preparation=preparation,
             ranks=ranks,
             held=None if run is None else run.held_parameters(parameters),
+            first_steps=concerns.FirstSteps(plan) if run is None else None,
         )
         private.private_step.progress = self._progress
+        let_waiting_threads_sleep()
         for parameter in parameters.values():
             parameter.grad = None
         capture.attach()
@@ -239,9 +273,60 @@ class PrivacyEngine:
         capture.before_read = private.owner.attach()
         if run is not None and ranks is not None:
             run.settle_before_reads(private.owner, ranks, tables)
+        _log.debug(
+            "Plan: %s, noise multiplier %.4g, rate %.3g", plan.mechanism.name, plan.noise_multiplier, plan.sample_rate
+        )
         self._capture = capture
         self._plan, self._module, self._optimizer, self._loader = plan, module, private, loader
         return private, loader
+
+    def _with_threshold_found(
+        self,
+        plan: PrivacyPlan,
+        module: nn.Module,
+        capture: Capture,
+        loader: PrivateLoader,
+        tables: Mapping[str, TableSpec],
+    ) -> PrivacyPlan:
+        """The plan with a number for AdaFEST's threshold="auto", if it may be found from the data or from public counts."""
+        look = plan.mechanism.looks_at
+        if look is None or look == "release":
+            return plan
+        trained = {name: table for name, table in tables.items() if dict(module.named_parameters())[name].requires_grad}
+        if isinstance(look, PublicCounts):
+            return self._found(plan, statistics_from_counts(plan, trained, look.counts, look.units))
+        self._refuse_to_look()
+        capture.attach()
+        try:
+            statistics = statistics_from_data(plan, module, capture, loader, trained, plan.mechanism.inputs)
+        finally:
+            capture.detach()
+        return self._found(plan, statistics)
+
+    def _found(self, plan: PrivacyPlan, statistics: TouchStatistics) -> PrivacyPlan:
+        plan = find_auto_threshold(plan, statistics)
+        concerns.warn(concerns.of_prediction(plan, predict(plan, statistics), statistics), stacklevel=6)
+        return plan
+
+    def _find_released_threshold(self) -> PrivacyPlan:
+        """The same from the frequencies that the run releases, which that pays for."""
+        plan, tables = self.plan, self.trained_tables()
+        assert plan.frequencies is not None
+        released = self.release_frequencies()
+        self._replan(self._found(plan, statistics_from_release(plan, tables, plan.frequencies, released)))
+        return self.plan
+
+    def _replan(self, plan: PrivacyPlan) -> None:
+        """Takes over a plan that differs from the one at hand in a threshold that was found."""
+        _, optimizer, _ = self._parts()
+        self._plan = optimizer.plan = optimizer.private_step.plan = plan
+        optimizer.preparation.replan(plan)
+
+    def _refuse_to_look(self) -> None:
+        if self._run is not None and self._run.count > 1:
+            raise UnsupportedError(
+                "The data are not looked at in several processes: give public counts and units, or look at them in one process."
+            )
 
     def _held(self) -> Mapping[str, nn.Parameter]:
         """The parameters that the optimizer has in place of those of the module: this process's shards of tables."""
@@ -266,6 +351,8 @@ class PrivacyEngine:
         restore_fused(self._recurrent)
         if self._run is not None:
             self._run.close()
+        while self._at_close:
+            self._at_close.pop(0)()
 
     def settle(self) -> None:
         """Gives every row the noise that LazyDP still owes it. Whatever lets weights out does this by itself."""
@@ -298,29 +385,37 @@ class PrivacyEngine:
         counts: Mapping[str, Any] | None = None,
         units: float | None = None,
         inputs: Callable[[Any], Any] | None = None,
+        plan: PrivacyPlan | None = None,
     ) -> TouchStatistics:
         """What `sparsedp.prediction` predicts steps from, before training and without a cost to the budget.
 
         With public `counts`, for each table how many of `units` units touch each row, the data are not looked at.
         Otherwise rows are counted on them without noise: what follows from it is for the developer, not for release.
-        `inputs(batch)` gives the module's arguments; by default a tuple without its last element, or a dict.
+        `inputs(batch)` gives the module's arguments; by default a tuple without its last element, or a dict. `plan` is this
+        engine's, or the same with another mechanism.
         """
-        module, optimizer, loader = self._parts()
-        tables = optimizer.private_step.trained_tables()
-        if counts is None and self._run is not None and self._run.count > 1:
-            raise UnsupportedError(
-                "The data are not looked at in several processes: give public counts and units, or look at them in one process."
-            )
+        module, _, loader = self._parts()
+        tables, plan = self.trained_tables(), self.plan if plan is None else plan
+        if counts is None:
+            self._refuse_to_look()
         if (counts is None) != (units is None):
             raise ValueError("counts and units go together: of `units` units, counts[table][row] touch the row")
         if counts is not None and units is not None:
-            if self.plan.mechanism.prepares and fallback_tables(module):
+            if plan.mechanism.prepares and fallback_tables(module):
                 raise UnsupportedError("Counts cannot tell how many units will use a fallback row: look at the data.")
-            return statistics_from_counts(self.plan, tables, counts, units)
+            return statistics_from_counts(plan, tables, counts, units)
         assert self._capture is not None
-        return statistics_from_data(
-            self.plan, module, self._capture, loader, tables, inputs or self.plan.mechanism.inputs
-        )
+        return statistics_from_data(plan, module, self._capture, loader, tables, inputs or plan.mechanism.inputs)
+
+    def trained_tables(self) -> dict[str, TableSpec]:
+        """The tables that are trained at present, by name."""
+        return self._parts()[1].private_step.trained_tables()
+
+    def refuse(self, mechanism: Mechanism) -> None:
+        """Raises `UnsupportedError` if the run could not have this mechanism in place of its own."""
+        module, optimizer, _ = self._parts()
+        refuse_optimizer(optimizer.inner, module, mechanism, self._held())
+        mechanism.refuse_tables(self.trained_tables())
 
     # ------------------------------------------------------------------ answering for it
 
@@ -360,9 +455,46 @@ class PrivacyEngine:
             several=self._run is not None and self._run.count > 1,
         )
 
+    def add_callback(self, callback: Any, every: int = 1) -> None:
+        """Tells `callback` (`sparsedp.callbacks`) of every step whose number `every` divides, of epochs, and of `close()`.
+
+        Its values are those of the optimizer's `last_step`, learning rates and the epsilon spent; the loss is your loop's.
+        Where several processes train together, that of rank 0 alone is told.
+        """
+        require_callback(callback)
+        if every < 1:
+            raise ValueError(f"every must be at least 1, not {every}")
+        _, optimizer, loader = self._parts()
+        if self._run is not None and self._run.rank > 0:
+            return
+        epsilon = SpentEpsilon(self.get_epsilon)
+        latest: dict[str, float] = {}
+
+        def after_step() -> None:
+            step, report = self.ledger.steps, optimizer.last_step
+            ends_epoch = step % loader.steps_per_epoch == 0
+            if report is not None and (ends_epoch or step % every == 0):
+                rates = {f"public/lr/{i}": group["lr"] for i, group in enumerate(optimizer.param_groups)}
+                values = step_values(report) | finite_values({"public/epsilon": epsilon(), **rates})
+                latest.update(values)
+                if step % every == 0:
+                    call(callback, "on_step", step, values)
+                if ends_epoch:
+                    call(callback, "on_epoch", step // loader.steps_per_epoch, values)
+
+        optimizer.after_step.append(after_step)
+        self._at_close.append(
+            lambda: call(callback, "on_end", latest | finite_values({"public/epsilon": epsilon(now=True)}))
+        )
+
     def add_note(self, note: str) -> None:
         """Adds to what the statement does not cover, such as a vocabulary counted on private data."""
         self._notes.append(note)
+
+    def add_advice(self, advice: HasNote) -> None:
+        """Lets the statement say what the choice of the mechanism looked at: `engine.add_advice(sparsedp.advise(...))`."""
+        if advice.note is not None:
+            self.add_note(advice.note)
 
     def describe_unit(self, text: str) -> None:
         """Lets the statement say what an example or a user is in these data, where that is not plain."""
@@ -396,6 +528,7 @@ class PrivacyEngine:
         """
         module, optimizer, loader = self._parts()
         optimizer.require_fully_loaded()
+        _log.debug("Checkpoint after step %d: %s", self.ledger.steps, os.fspath(path))
         run, state = self._run, checkpoint.State(
             plan=self.plan, lineage=self._lineage, model={}, optimizer={}, loader=loader.state_dict(),
             prepared=optimizer.preparation.state, seed=self._seed, extra=extra or {}, notes=self._notes, order=self._order(),
@@ -408,12 +541,30 @@ class PrivacyEngine:
             self._lineage.add(self.ledger, run.from_rank_0(secrets.token_hex(16)))
             checkpoint_of_several.save(path, state, self._signing_key, run, module, optimizer)
 
+    def save_state_dict(self, target: str | os.PathLike[str] | IO[bytes]) -> None:
+        """Writes the module's state_dict, settled, into one plain file for `torch.load`: the same from one process and several.
+
+        Where several processes train together all of them call it, and rank 0 writes `target`, piece by piece: no process
+        ever has a whole table.
+        """
+        module, optimizer, _ = self._parts()
+        optimizer.require_fully_loaded()
+        optimizer.owner.settle_all()
+        if self._run is None:
+            torch.save(module.state_dict(), target)
+        else:
+            write_state_dict(target, module, self._run)
+
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Continues a run with the same plan; returns the caller's `extra`. If anything is wrong, nothing changes.
 
         The whole file is read and checked first, and then copied into the model, both piece by piece.
         Steps that this engine took and that are not in the checkpoint stay in the ledger: they were seen.
         """
+        with nullcontext() if self._run is None else self._run.failing_together():
+            return self._load_checkpoint(path)
+
+    def _load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         module, optimizer, loader = self._parts()
         of_several = checkpoint_of_several.is_of_several(path)
         read = checkpoint_of_several.load if of_several else checkpoint.load
@@ -449,6 +600,9 @@ class PrivacyEngine:
             self._capture.draws = self._draws()
             copy_tensors()
             loaded()
+            if state.plan != self.plan:  # the threshold that the run found on what it released
+                self._replan(state.plan)
+        _log.debug("Loaded the checkpoint after step %d: %s", self.ledger.steps, os.fspath(path))
         return state.extra
 
     def _order(self) -> str | None:

@@ -137,9 +137,24 @@ class DataError(SparseDPError):
     """A data file is malformed beyond the stated tolerance."""
 
 
+def refuse_labels(labels: Any, error: RuntimeError) -> None:
+    """Raises a `DataError` if it is the type of labels that a loss function stumbled over."""
+    kind = str(getattr(labels, "dtype", "")).removeprefix("torch.")
+    words = ("can't be cast", "dtype", "scalar type", "not implemented for")
+    if kind and not kind.startswith(("float", "bfloat")) and any(word in str(error) for word in words):
+        raise DataError(
+            f"The labels are of type {kind}, which the loss function does not take: make them floating-point numbers in the data "
+            "set, with labels.float(), if the loss compares numbers (as binary cross-entropy and squared errors do)."
+        ) from error
+
+
 class CheckpointError(SparseDPError):
     """A checkpoint is damaged, foreign, or belongs to another plan."""
 
 
 class SparseDPWarning(UserWarning):
     """Something that weakens a guarantee or is probably not intended."""
+
+
+class UtilityWarning(SparseDPWarning):
+    """The run is private, and likely to learn little."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import dp_accounting
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsedp.accounting import calibrate
 from sparsedp.capture import Captured, RowSpace
-from sparsedp.contribution import Contribution
+from sparsedp.contribution import Contribution, digest_of
 from sparsedp.grid import grid_of, round_to
 from sparsedp.noise import RandomKey
 from sparsedp.tables import TableSpec
@@ -27,12 +27,16 @@ class FrequencyRelease:
     What a unit adds to the n distinct rows that it looks up is a `Contribution`, to whose sensitivity, `clip`, the noise is
     proportional. A `clip` below sqrt(n) makes frequencies too small.
     `inputs(batch)` gives the arguments of the module for a batch of the loader; by default all but the last element.
+
+    `drawn` are the frequencies of a release that was made before, by `sparsedp.advise` or `sparsedp plan --release`: the run
+    takes them in place of new ones, and its ledger pays for them.
     """
 
     epsilon: float = 0.5
     delta: float = 1e-7
     clip: float = 1.0
     inputs: Callable[[Any], Any] | None = field(default=None, compare=False, repr=False)
+    drawn: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, high in (("epsilon", math.inf), ("delta", 1), ("clip", math.inf)):
@@ -62,10 +66,18 @@ class FrequencyRelease:
         }
         return {name: round_to(count, grid_of(std)) / units for name, count in noisy.items()}
 
-    def to_dict(self) -> dict[str, float]:
-        values = asdict(self)
-        del values["inputs"]
-        return values
+    def drawn_for(self, tables: Mapping[str, TableSpec]) -> dict[str, Tensor]:
+        """The frequencies that were released before, if they are those of these tables."""
+        assert self.drawn is not None
+        wanted = {name: (table.rows,) for name, table in tables.items()}
+        given = {name: tuple(values.shape) for name, values in self.drawn.items()}
+        if wanted != given:
+            raise ValueError(f"the frequencies that were released before are of other tables: {given}, not {wanted}")
+        return {name: values.double() for name, values in self.drawn.items()}
+
+    def to_dict(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in ("epsilon", "delta", "clip")}
+        return values if self.drawn is None else {**values, "drawn": digest_of(self.drawn)}
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,16 @@ from sparsedp.tables import Owner, Ranks, TableSpec
 
 __all__ = ["PrivateOptimizer", "StepReport", "TableStep"]
 
+
+class FirstSteps(Protocol):
+    """Somebody who looks at the first steps of a run."""
+
+    @property
+    def watching(self) -> bool: ...
+
+    def see(self, report: StepReport | None) -> None: ...
+
+
 _DROPPED = 3  # gradients in a row that zero_grad() may drop before somebody is told
 
 
@@ -32,6 +42,10 @@ class PrivateOptimizer(Optimizer):
 
     Schedulers, `param_groups`, `state_dict` and everything else act on the wrapped optimizer.
     """
+
+    # accelerate's prepare() hands on what says so. It would otherwise leave out the steps of physical batches.
+    _is_accelerate_prepared = True
+    step_was_skipped = False  # which accelerate asks
 
     def __init__(
         self,
@@ -47,19 +61,22 @@ class PrivateOptimizer(Optimizer):
         preparation: Preparation,
         ranks: Ranks | None = None,
         held: Mapping[str, nn.Parameter] | None = None,
+        first_steps: FirstSteps | None = None,
     ) -> None:
-        """`ranks` and `held` are as in `PrivateStep`."""
+        """`ranks` and `held` are as in `PrivateStep`; `first_steps` are told of the steps that are taken first."""
+        self._first_steps = first_steps
         # Not super().__init__(): it would make parameter groups of its own beside the wrapped optimizer's.
         self.inner = inner
         self.plan = plan
         self.ledger = ledger
         self.preparation = preparation
         self.private_step = PrivateStep(plan, parameters, tables, inner, noise, ledger, preparation, ranks, held)
+        self.after_step: list[Callable[[], None]] = []  # called after each logical batch's step
         self.partly_loaded = False  # whether weights are in part those of a checkpoint that is being loaded
         self._parameters = dict(parameters)
         self._module = module
-        held = parameters if held is None else held
-        self._names = {id(parameter): name for name, parameter in held.items()}
+        self._held = dict(parameters if held is None else held)
+        self._names = {id(parameter): name for name, parameter in self._held.items()}
         self._capture = capture
         self._current_batch = current_batch
         self._stepped: BatchInfo | None = None
@@ -187,10 +204,16 @@ class PrivateOptimizer(Optimizer):
     # ------------------------------------------------------------------ the private step
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One private step; for all but the last physical batch of a logical one, only its clipped sum is kept."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One private step; for all but the last physical batch of a logical one, only its clipped sum is kept.
+
+        A `closure` does zero_grad(), forward and backward() on the current batch and gives its loss. It is called once,
+        before anything else, so that `step(closure)` is `loss = closure(); step()`, and returns that loss.
+        """
+        loss = None
         if closure is not None:
-            raise UnsupportedError("A closure would evaluate the loss several times in one step. Call step() without.")
+            with torch.enable_grad():
+                loss = closure()
         batch = self._next_batch()
         with unguarded():
             tensors = named_tensors(self._module)
@@ -208,6 +231,8 @@ class PrivateOptimizer(Optimizer):
                 f"{batch.units} with {batch.examples}."
             )
         self._stepped, taken, self._dropped = batch, self.ledger.steps, 0
+        watched = self._first_steps is not None and self._first_steps.watching
+        self.private_step.counts_touches = watched
         try:
             self.private_step.take(batch, captured)
         except BaseException:
@@ -216,6 +241,12 @@ class PrivateOptimizer(Optimizer):
             if self.ledger.steps == taken:
                 self._stepped = None
             raise
+        if batch.last:
+            if watched and self._first_steps is not None:
+                self._first_steps.see(self.last_step)
+            for told in self.after_step:
+                told()
+        return loss
 
     def require_fully_loaded(self) -> None:
         if self.partly_loaded:
@@ -254,9 +285,12 @@ class PrivateOptimizer(Optimizer):
 
     def _refuse_ordinary_gradients(self, tensors: list[tuple[str, Tensor]]) -> None:
         with unguarded():
-            ordinary = [name for name, t in tensors if t.is_leaf and t.grad is not None and isinstance(t, nn.Parameter)]
+            # A shard that is held in place of a table is no tensor of the module.
+            leaves = [(name, t) for name, t in tensors if t.is_leaf and isinstance(t, nn.Parameter)]
+            ordinary = [name for name, t in (*leaves, *self._held.items()) if t.grad is not None]
         if ordinary:
             self._module.zero_grad()
+            self.private_step.drop_gradients()
             raise SparseDPError(
                 f"Parameter '{ordinary[0]}' has an ordinary gradient, which no clipping bounds. Leave .grad alone; "
                 "backward() and step() do all that is needed. A parameter that is to be trained later must be in the "

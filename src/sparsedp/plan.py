@@ -21,6 +21,7 @@ from sparsedp.clipping import Clipping
 from sparsedp.errors import SparseDPWarning, UnsupportedError
 from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import mechanism_from_dict
+from sparsedp.progress import Progress, no_progress
 from sparsedp.sampling import PrivateLoader, StreamPlan
 from sparsedp.settings import PlannedSettings, PrivacySettings
 
@@ -137,7 +138,9 @@ class PrivacyPlan(PlannedSettings):
     def epsilon(self, steps: int, delta: float) -> float:
         return epsilon_of(self.ledger(steps), delta, self.accountant)
 
-    def calibrated(self, *, target_epsilon: float, target_delta: float, steps: int) -> PrivacyPlan:
+    def calibrated(
+        self, *, target_epsilon: float, target_delta: float, steps: int, progress: Progress = no_progress
+    ) -> PrivacyPlan:
         """This plan with the smallest noise whose epsilon after `steps` steps does not exceed the target."""
         if isinstance(self.mechanism.step_event(1.0, 1.0), dp_accounting.NonPrivateDpEvent):
             raise UnsupportedError(
@@ -150,6 +153,7 @@ class PrivacyPlan(PlannedSettings):
             target_epsilon,
             target_delta,
             self.accountant,
+            progress=progress,
         )
         return replace(
             self,
@@ -194,6 +198,16 @@ class PrivacyPlan(PlannedSettings):
     def hash(self) -> str:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
+    def with_threshold_of(self, other: dict[str, Any]) -> PrivacyPlan:
+        """This plan, with the threshold that another one, as a dict, found on the release that both make.
+
+        The same if it has found one itself, or looks at something else.
+        """
+        found = (other.get("mechanism") or {}).get("found")
+        if self.mechanism.looks_at != "release" or not isinstance(found, float):
+            return self
+        return replace(self, mechanism=self.mechanism.with_threshold(found))
+
     def differences(self, other: dict[str, Any]) -> list[str]:
         """How another plan, as a dict, differs from this one: one line per setting."""
         mine = self.to_dict()
@@ -219,8 +233,8 @@ def _different_parameters(there: list, here: list) -> str:
 def default_delta(units: int) -> float:
     """0.1 / N, rounded down to one digit, and at most 0.01."""
     wanted = min(0.1 / units, LARGEST_DELTA)
-    exponent = math.floor(math.log10(wanted) + 1e-9)
-    return float(f"{math.floor(wanted / 10**exponent + 1e-9)}e{exponent}")
+    exponent = math.floor(math.log10(wanted) + 1e-12)
+    return float(f"{math.floor(wanted / 10**exponent + 1e-12)}e{exponent}")
 
 
 def require_delta(delta: float, units: int | None, allow_large: bool) -> float:

@@ -23,6 +23,7 @@ from sparsedp.contribution import Contribution
 from sparsedp.counting import captured_forwards, count_rows, count_touches
 from sparsedp.errors import UnsupportedError
 from sparsedp.fallback import selection_kept
+from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms.expectation import RowCounts
 from sparsedp.noise import RandomKey
 from sparsedp.plan import PrivacyPlan
@@ -229,6 +230,34 @@ def statistics_from_counts(
     return replace(_span_by_span(plan, tables, count, count_span), source="given counts")
 
 
+def statistics_from_release(
+    plan: PrivacyPlan,
+    tables: Mapping[str, TableSpec],
+    release: FrequencyRelease,
+    frequencies: Mapping[str, Tensor],
+) -> TouchStatistics:
+    """From frequencies that were released with noise; whatever follows from them costs nothing more.
+
+    A row with a count of at least four deviations of the noise is taken to have it. What the others have together is known
+    better than what each of them has: it is divided evenly among them. What a unit added to each of its n rows is a
+    `Contribution`; n follows from the sum over all rows, as if it were the same for all units.
+    """
+    units, std = plan.dataset_size, release.noise_multiplier * Contribution(release.clip).sensitivity
+    shares = {name: frequencies[name].double().numpy() * units for name in tables}
+    each = max(1.0, sum(float(values.sum()) for values in shares.values()) / units)  # what a unit added to all rows
+    rows_each = each if each <= release.clip**2 else (each / release.clip) ** 2
+    scale = max(1.0, rows_each / each)
+    counts = {name: np.minimum(scale * _without_noise(values, std), units) for name, values in shares.items()}
+    statistics = statistics_from_counts(plan, tables, counts, units)
+    return replace(statistics, source=f"frequencies released at epsilon {release.epsilon:g}")
+
+
+def _without_noise(values: np.ndarray, std: float) -> np.ndarray:
+    certain = values >= 4 * std
+    rest = max(0.0, float(values[~certain].sum())) / max(1, int((~certain).sum()))
+    return np.where(certain, values, rest)
+
+
 @dataclass(frozen=True)
 class _SpanCounts:
     units: float
@@ -305,37 +334,116 @@ def predict(plan: PrivacyPlan, statistics: TouchStatistics) -> Prediction:
     return Prediction(tables, statistics.source, statistics.private, tuple(notes))
 
 
+@dataclass(frozen=True)
+class PartPrediction:
+    """Of one table, what the units of a part of a batch are expected to do."""
+
+    touched: float  # distinct rows
+    passed: float  # of these, the rows that are selected
+    whole: bool  # whether every unit uses all rows
+
+
+def predict_part(plan: PrivacyPlan, statistics: TouchStatistics, share: float) -> dict[str, PartPrediction]:
+    """What a random `share` of a batch's units touch, and find selected by the whole batch: one of several processes' part.
+
+    With q the sampling rate and p(n) the chance of a row that n units touch, the part touches it and it is selected with
+    probability E_q[p(n)] - (1 - share q)^c E_q'[p(n)]: the second term is that nobody of the part touches it. The others are
+    then Binomial(c, q'), q' = (q - share q) / (1 - share q).
+    """
+    parts = {name: np.zeros(2) for name in statistics.spans[0].tables}
+    whole = dict.fromkeys(parts, True)
+    for span in statistics.spans:
+        size = sum(float(groups.rows.sum()) for groups in span.tables.values())
+        rate = plan.batch_size / span.units
+        exact = span.integral and rate <= 1
+        others = (rate - share * rate) / (1 - share * rate) if exact else rate - share * rate
+        for name, groups in span.tables.items():
+
+            def at(rate: float, groups: RowGroups = groups) -> RowCounts:
+                return RowCounts(groups.counts, groups.weights, groups.chosen, rate, exact, size)  # noqa: B023
+
+            absent, selected = at(share * rate).absent, plan.mechanism.expected_selection
+            passed = selected(at(rate), plan.noise_multiplier).selected
+            if share < 1:
+                passed = passed - absent * selected(at(others), plan.noise_multiplier).selected
+            else:
+                passed = passed - selected(at(rate), plan.noise_multiplier).false
+            parts[name] += span.share * (np.stack([1 - absent, passed.clip(0, 1 - absent)]) @ groups.rows)
+            whole[name] &= bool(groups.rows[groups.counts < span.units].sum() == 0)
+    return {name: PartPrediction(float(n[0]), float(n[1]), whole[name]) for name, n in parts.items()}
+
+
 def find_threshold(plan: PrivacyPlan, statistics: TouchStatistics, gradient_size: float) -> float:
     """The mechanism's smallest threshold, from 0 and to four digits, with which the predicted gradient size is within the given.
 
     That is AdaFEST's `threshold`, or the setting that another mechanism names as its `threshold_setting`.
     """
-    mechanism = plan.mechanism
-    if mechanism.threshold_setting is None:
-        raise UnsupportedError(f"Mechanism {mechanism.name!r} has no threshold (threshold_setting); AdaFEST has one.")
+    _require_threshold(plan)
     if not gradient_size > 0:
         raise ValueError(f"gradient_size must be positive, not {gradient_size}")
 
     def fits(threshold: float) -> bool:
         return predict(with_threshold(plan, threshold), statistics).gradient_size <= gradient_size
 
+    _, high = _bracket(fits)
+    digits = _digits(high)
+    return math.ceil(high * 10**digits) / 10**digits  # upwards: the size shrinks as the threshold grows
+
+
+def find_threshold_keeping(plan: PrivacyPlan, statistics: TouchStatistics, keep: float) -> float:
+    """The mechanism's largest threshold, to four digits, with which the predicted share of kept touches is at least `keep`.
+
+    0 if not even that keeps so much: with it, half of the rows that nobody touched are selected.
+    """
+    _require_threshold(plan)
+
+    def falls_short(threshold: float) -> bool:
+        return predict(with_threshold(plan, threshold), statistics).kept_touches < keep
+
+    low, _ = _bracket(falls_short)
+    if low == 0:
+        return 0.0
+    digits = _digits(low)
+    return math.floor(low * 10**digits) / 10**digits
+
+
+def find_auto_threshold(plan: PrivacyPlan, statistics: TouchStatistics) -> PrivacyPlan:
+    """The plan with a number in place of the threshold="auto" of its mechanism."""
+    mechanism = plan.mechanism
+    if mechanism.gradient_size is not None:
+        threshold = find_threshold(plan, statistics, mechanism.gradient_size)
+    else:
+        threshold = find_threshold_keeping(plan, statistics, mechanism.wanted_keep)
+    return with_threshold(plan, threshold)
+
+
+def _require_threshold(plan: PrivacyPlan) -> None:
+    if plan.mechanism.threshold_setting is None:
+        name = plan.mechanism.name
+        raise UnsupportedError(f"Mechanism {name!r} has no threshold (threshold_setting); AdaFEST has one.")
+
+
+def _bracket(reached: Callable[[float], bool]) -> tuple[float, float]:
+    """The largest threshold, from 0 on, that has not `reached` something which large ones have, and one just above."""
     low, high = 0.0, 1.0
-    if fits(low):
-        return low
-    while not fits(high):
+    if reached(low):
+        return low, low
+    while not reached(high):
         low, high = high, 2 * high
     while high - low > 1e-4 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    digits = 3 - math.floor(math.log10(high))
-    return math.ceil(high * 10**digits) / 10**digits  # upwards: the size shrinks as the threshold grows
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return low, high
+
+
+def _digits(value: float) -> int:
+    """Decimals with which a number has four digits."""
+    return 0 if value == 0 else 3 - math.floor(math.log10(value))
 
 
 def with_threshold(plan: PrivacyPlan, threshold: float) -> PrivacyPlan:
     """The plan with another value of the setting that the mechanism names as its `threshold_setting`."""
-    setting = plan.mechanism.threshold_setting
-    assert setting is not None
-    return replace(plan, mechanism=replace(plan.mechanism, **{setting: threshold}))  # type: ignore[type-var]
+    return replace(plan, mechanism=plan.mechanism.with_threshold(threshold))
 
 
 _EXPECTED = ("rows_touched", "rows_selected", "rows_false", "touches", "touches_kept")

@@ -5,6 +5,7 @@ Which data are counted is a scope: a span of the stream, or None for all data.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from sparsedp.noise import PREPARATION, RandomKey
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import PrivateLoader
 from sparsedp.tables import OneRank, Ranks, TableSpec, find_tables, table_specs
+
+_log = logging.getLogger("sparsedp")
 
 _LOOKUP_CHUNK = 256  # examples in a forward pass that counts lookups: it may end with a softmax over all rows
 
@@ -61,8 +64,13 @@ class Preparation:
     def __init__(
         self, plan: PrivacyPlan, module: nn.Module, capture: Capture, loader: PrivateLoader, ledger: Ledger,
         tables: Callable[[], Mapping[str, TableSpec]], key: Callable[[], RandomKey], ranks: Ranks | None = None,
+        find_threshold: Callable[[], PrivacyPlan] | None = None,
     ) -> None:  # fmt: skip
-        """`tables()` are those that are trained at present; `key()` is the noise's key. `ranks` each count a part of the data."""
+        """`tables()` are those that are trained at present; `key()` is the noise's key. `ranks` each count a part of the data.
+
+        `find_threshold()` is called where the mechanism waits for a release, and returns the plan that it gives.
+        """
+        self._find_threshold = find_threshold
         self._ranks: Ranks = OneRank() if ranks is None else ranks
         self.state = Prepared()
         self._plan, self._module, self._capture, self._loader, self._ledger = plan, module, capture, loader, ledger
@@ -73,6 +81,11 @@ class Preparation:
 
         Once in a run; with running frequencies, once for each span of the stream, when training first comes to it.
         """
+        release = self._plan.frequencies
+        if release is not None and release.drawn is not None and not self.state.released:
+            self.release_frequencies()  # it was made, so it is paid for, whoever looks at it
+        if self._plan.mechanism.looks_at == "release" and self._find_threshold is not None:
+            self._plan = self._find_threshold()
         plan, mechanism, scope = self._plan, self._plan.mechanism, self._plan.setup_scope(span)
         if not mechanism.prepares:
             self.state = Prepared({}, self.state.scopes, self.state.released)
@@ -86,10 +99,15 @@ class Preparation:
                 f"back to. Counting them again would exceed its privacy budget (epsilon {plan.target_epsilon}): go "
                 "back to a later checkpoint, or start a new run."
             )
+        where = "" if scope is None else f" of span {scope}"
+        _log.info("%s goes over the data%s to choose rows", mechanism.name, where)
         decided = decide(plan, self._tables(), self._count, self._key(), scope, self.state)
         if event is not None:
             self._ledger.record(event, setup=True, scope=scope)
         self.state = Prepared(keep_selection(self._module, decided.rows or {}), decided.scopes, decided.released)
+
+    def replan(self, plan: PrivacyPlan) -> None:
+        self._plan = plan
 
     def _count(self, clip: float | None, scope: int | None) -> dict[str, Tensor]:
         tables, inputs = find_tables(self._module), self._plan.mechanism.inputs
@@ -109,7 +127,13 @@ class Preparation:
                     "The frequencies were released after the checkpoint that this run went back to. Another release would "
                     f"exceed its privacy budget (epsilon {self._plan.target_epsilon}): go back to a later checkpoint."
                 )
+            _log.info("The rows' frequencies are counted, to be released once with noise")
             tables = table_specs(dict(self._module.named_parameters()), find_tables(self._module))
+            if release.drawn is not None:
+                drawn = release.drawn_for(tables)
+                self._ledger.record(release.event, setup=True)
+                self.state = Prepared(self.state.rows, self.state.scopes, drawn)
+                return dict(self.state.released)
             uses = captured_forwards(self._module, self._capture, self._loader, release.inputs, chunk=_LOOKUP_CHUNK)
             counts = count_lookups(uses, RowSpace.of(tables), release.clip)
             self._ranks.add_up_dense(list(counts.values()))

@@ -10,7 +10,8 @@ Advance = Callable[[int], object]  # called with how much was done since the las
 
 
 class Progress(Protocol):
-    """Called with the title of a task and its size; the context lasts as long as the task and gives the `Advance` to call.
+    """Called with the title of a task and its size, 0 where nobody knows it; the context lasts as long as the task and gives the
+    `Advance` to call.
 
     A tqdm bar fits: `with tqdm(desc=title, total=total) as bar: yield bar.update`. What it raises ends the task.
     """

@@ -58,6 +58,11 @@ class PlannedSettings:
             raise UnsupportedError(
                 "frequencies together with a stream, or with a mechanism that counts the data itself, is not available."
             )
+        if self.mechanism.look_at == "release" and self.frequencies is None:  # also with what was found on it before
+            raise UnsupportedError(
+                'look_at="release" needs a release: give make_private frequencies=sparsedp.FrequencyRelease(epsilon=...), whose '
+                "cost a target epsilon then includes (privacy.frequencies in a configuration)."
+            )
         if self.stream is None and self.mechanism.counted_data != "all":
             raise UnsupportedError(
                 f"frequencies={self.mechanism.counted_data!r} needs data in periods: give make_private a "
@@ -108,7 +113,7 @@ class PrivacySettings(PlannedSettings):
     def bound(self) -> Clipping:
         """The bound on a unit's gradient, as the plan holds it."""
         clipping = self.clipping if isinstance(self.clipping, Clipping) else Clipping(self.max_grad_norm, self.clipping)
-        return replace(clipping, max_norm=float(self.max_grad_norm))
+        return replace(clipping, max_norm=self.max_grad_norm)
 
     def users_of(self, dataset: Any) -> Users | None:
         """Whose each example of the data is; None if the units are examples."""

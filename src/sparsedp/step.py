@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from sparsedp._torch import without_subclasses
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Captured, PublicTerm, RowNorms, RowSpace, RowSparse, TouchedRows, join_digests
-from sparsedp.contribution import touched_rows
+from sparsedp.contribution import touched_pairs, touched_rows
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, SparseDPWarning
 from sparsedp.gradient import NoisyGradient
 from sparsedp.kernels.loops import LARGEST
@@ -33,11 +33,13 @@ from sparsedp.plan import PrivacyPlan
 from sparsedp.preparation import Preparation
 from sparsedp.progress import Progress, no_progress
 from sparsedp.sampling import BatchInfo
-from sparsedp.step_report import StepReport, StepTally
+from sparsedp.step_report import StepReport, StepTally, report_of
 from sparsedp.tables import OneRank, Ownership, Ranks, RowExchange, TableSpec
 from sparsedp.tables.local import watched
 
 _NONE = torch.empty(0, dtype=torch.long)
+
+_DIVERGED = 1e10  # weights of a model that learns are nowhere near it
 
 
 class PrivateStep:
@@ -67,6 +69,7 @@ class PrivateStep:
         # Entered around each stage of a step; benchmarks put a stopwatch here.
         self.stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.progress: Progress = no_progress  # told of the settling of a large table
+        self.counts_touches = False  # whether the report of a step has them
         self._parameters = dict(parameters)
         self._buffers: dict[str, Tensor] = {}  # of gradients, from step to step
         self._digests: tuple[str, ...] | None = None  # of the terms that each physical batch has; None before the first
@@ -104,7 +107,7 @@ class PrivateStep:
         if (self.plan.mechanism.selects or self.ranks.several) and not batch.last:
             return
         if batch.last:
-            self.ranks.meet(self.ledger.steps, batch.step, self._dense())
+            self.ranks.meet(self.ledger.steps, batch.step, self._options(), self._dense())
             self.preparation.prepare(batch.span)
         with unguarded():
             tables = self.trained_tables()
@@ -114,17 +117,31 @@ class PrivateStep:
             self._add_waiting(gradient)  # clip, sum
             if not batch.last:
                 return
+            step, tally = self.ledger.steps, self._tally
+            if self.ranks.several:
+                # Before the last message: if some rank gets as far as the update, all have counted the step.
+                self._record(batch)
             gradient = self._add_up(gradient)  # sum over ranks
-            self.add_noise(gradient)  # noise
+            self.add_noise(gradient, step)  # noise
             self._add_terms(terms, gradient)  # public terms, once a step
-        step, tally = self.ledger.steps, self._tally
+            exchange, selection = self._exchange, self._selection
         self.forget()
-        self.ledger.record(self.plan.step_event(batch.span), scope=batch.span)  # ledger
+        if not self.ranks.several:
+            self._record(batch)  # ledger
         self._update(gradient)  # update
         with unguarded():
-            selection = None if self.owner.adds_noise else gradient.selection  # noise that waits changes all rows
-            norm = self.plan.clipping.max_norm
-            self._last = functools.partial(tally.report, step, gradient.space, selection, self.tables, norm)
+            selection = None if self.owner.adds_noise else selection  # noise that waits changes all rows
+            touched = tally.touched if exchange is None or not self.ranks.several else exchange.rows
+            make = functools.partial(self._make_report, tally, step, gradient.space, touched, selection)
+            # What several processes add up is added up now: later, one might ask alone.
+            self._last = make() if self.ranks.several else make
+
+    def _make_report(
+        self, tally: StepTally, step: int, space: RowSpace, touched: Tensor, selection: Mapping[str, Tensor] | None
+    ) -> StepReport:
+        numbers = tally.numbers(space, touched, selection, self.plan.clipping.max_norm, self.ranks.counts)
+        self.ranks.add_up_dense([numbers])
+        return report_of(numbers, step, space, self.tables, selection is not None, tally.touches)
 
     # ------------------------------------------------------------------ the stages
 
@@ -232,6 +249,9 @@ class PrivateStep:
         with self.stage("norms"):
             norms = self._norms(captured, touched, slots, selection)
         self._tally.add(captured.units, captured.examples, touched_rows([captured], gradient.space), norms)
+        if self.counts_touches:
+            rows, _, at = touched_pairs(captured, gradient.space)
+            self._tally.add_touches(gradient.space, rows, at)
         weights = self.plan.clipping.factors(norms) * (self._scale(captured) / self.plan.divisor)
         with self.stage("sums"):
             gradient.add(captured, touched, slots, captured.each(weights))
@@ -253,9 +273,10 @@ class PrivateStep:
         """
         norms_of_rows = RowNorms()
         squares: dict[str, Tensor] = {}
+        squared_scale = self._scale(captured) ** 2  # of the parts of a batch, which may have other numbers of examples
         looked_up = touched.squared_norms(slots, norms_of_rows)
         if looked_up is not None:
-            self._tally.add_mass(looked_up.every, looked_up.selected)
+            self._tally.add_mass(looked_up.every * squared_scale, looked_up.selected * squared_scale)
             squares.update(zip(looked_up.names, looked_up.selected))
         for name, uses in captured.uses.items():
             if name in squares:
@@ -266,7 +287,7 @@ class PrivateStep:
                 if len(selection[name]) < len(self._parameters[name]):
                     uses = captured.uses[name] = uses.restricted(selection[name], self._parameters[name][0].numel())
                     square = captured.squared_norms(uses, norms_of_rows).double()
-                self._tally.add_mass(every, square)
+                self._tally.add_mass(every * squared_scale, square * squared_scale)
             squares[name] = square
         total = torch.stack(list(squares.values())).sum(0)
         # Beyond this, a clip factor would be too small a number to be exact in float32.
@@ -274,15 +295,34 @@ class PrivateStep:
             infinite = [name for name, square in squares.items() if not (square < LARGEST**2).all()]
             raise NonFiniteGradientError(
                 f"The gradient of parameter '{(infinite or list(squares))[0]}', or an input that it is made of, is NaN or "
-                f"infinite, or larger than {LARGEST:g}, for some unit. The step was not taken."
+                f"infinite, or larger than {LARGEST:g}, for some unit. The step was not taken. {self._why_infinite(total)}"
             )
         return total.sqrt() * self._scale(captured)
 
-    def add_noise(self, gradient: NoisyGradient) -> None:
-        """To the sums of the whole batch, with which it is rounded."""
+    def _why_infinite(self, squared_norms: Tensor) -> str:
+        """What a gradient that is not finite comes from: weights that have diverged, or the data of some units (B,)."""
+        for name, parameter in self._held.items():
+            weights = parameter.detach().as_subclass(Tensor)
+            if weights.numel() and not weights.abs().max() < _DIVERGED:
+                what = f"Parameter '{name}' holds NaN, or weights above {_DIVERGED:g}"
+                return f"{what}: training has diverged. Lower the learning rate."
+        units = (~(squared_norms < LARGEST**2)).nonzero().flatten().tolist()
+        if len(units) == len(squared_norms):
+            return "It is so for every unit of the batch: lower the learning rate, or look at the loss function."
+        named = ", ".join(map(str, units[:5])) + (", ..." if len(units) > 5 else "")
+        return (
+            f"It is so for {len(units)} of the batch's {len(squared_norms)} units, at place(s) {named}: "
+            "look for NaN, or for very large numbers, in their inputs and labels."
+        )
+
+    def add_noise(self, gradient: NoisyGradient, step: int) -> None:
+        """To the sums of the whole batch of a step, with which it is rounded."""
         with self.stage("noise"):
             for part in self.owner.noise_parts(gradient.sums):
-                self.noise.add(part, self.std, self.ledger.steps)
+                self.noise.add(part, self.std, step)
+
+    def _record(self, batch: BatchInfo) -> None:
+        self.ledger.record(self.plan.step_event(batch.span), scope=batch.span)
 
     def _require_same_terms(self, terms: list[PublicTerm]) -> None:
         """Terms without units are not clipped: no unit may decide whether they are there, or what they are."""
@@ -360,6 +400,16 @@ class PrivateStep:
 
     # ------------------------------------------------------------------ what others ask for
 
+    def _options(self) -> Iterator[tuple[str, bool, str | None]]:
+        """Of each parameter, whether it is trained, and the optimizer's options for it; None if nothing of it is here."""
+        options: dict[int, str] = {}
+        for group in self.inner.param_groups:
+            values = {key: _plain(value) for key, value in group.items() if key != "params"}
+            options |= dict.fromkeys(map(id, group["params"]), f"{type(self.inner).__name__} {values}")
+        for name, parameter in self._parameters.items():
+            is_here = name not in self.tables or self.ranks.owns(name)
+            yield name, parameter.requires_grad, options[id(self._held[name])] if is_here else None
+
     def _dense(self) -> Iterator[Tensor]:
         return (parameter for name, parameter in self._held.items() if name not in self.tables)
 
@@ -373,6 +423,10 @@ class PrivateStep:
             with unguarded():
                 self._last = self._last()
         return self._last
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def unguarded() -> AbstractContextManager[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,6 +22,7 @@ class TableStep:
     rows_touched: int
     rows_selected: int
     rows_false: int  # selected, but not touched
+    touches: int | None = None  # pairs of a unit and a row that it touches; None: not counted, as after the first steps
 
     @property
     def gradient_size(self) -> int:
@@ -69,6 +70,7 @@ class StepTally:
         self.examples = 0
         self._touched: Tensor | None = None  # global rows; None before the first physical batch
         self._norms: list[Tensor] = []  # of the units' gradients
+        self._touches: list[int] | None = None  # of each table, if they are counted
         self._masses: list[tuple[Tensor, Tensor]] = []  # squared norms on tables, and what the selection left of them
 
     def add(self, units: int, examples: int, touched: Tensor, norms: Tensor) -> None:
@@ -78,32 +80,71 @@ class StepTally:
         self._touched = touched if self._touched is None else torch.unique(torch.cat([self._touched, touched]))
         self._norms.append(norms)
 
+    def add_touches(self, space: RowSpace, rows: Tensor, at: Tensor) -> None:
+        """Counts the pairs of a unit and a row: `at` are the places of their rows among the touched ones."""
+        before = torch.bincount(at, minlength=rows.numel()).cumsum(0).tolist()
+        counts = [
+            (before[end - 1] if end else 0) - (before[begin - 1] if begin else 0) for begin, end in space.edges(rows)
+        ]
+        self._touches = counts if self._touches is None else [a + b for a, b in zip(self._touches, counts)]
+
     def add_mass(self, every: Tensor, selected: Tensor) -> None:
         """Squared norms of gradients on tables: of all rows, and of the selected ones."""
         self._masses.append((every, selected))
 
-    def report(
-        self, step: int, space: RowSpace, selection: Mapping[str, Tensor] | None, tables: Mapping[str, TableSpec],
-        max_norm: float,
-    ) -> StepReport:  # fmt: skip
-        """`selection` None: all rows changed."""
-        all_touched = torch.empty(0, dtype=torch.long) if self._touched is None else self._touched
-        touched = _counts(space, all_touched)
-        selected, hits = list(space.sizes), touched
-        if selection is not None:
-            chosen = space.join(selection)
-            selected = _counts(space, chosen)
-            hits = _counts(space, all_touched[find(chosen, all_touched) >= 0])
-        reports = {
-            name: TableStep(tables[name].rows, tables[name].dim, rows, all_selected, all_selected - hit)
-            for name, rows, all_selected, hit in zip(space.names, touched, selected, hits)
-        }
-        units = max(self.units, 1)
-        clipped = sum(int((norms > max_norm).sum()) for norms in self._norms)
-        mean = sum(float(norms.sum()) for norms in self._norms) / units
-        mass = sum(float(every.sum()) for every, _ in self._masses)
-        kept = sum(float(left.sum()) for _, left in self._masses) / mass if mass > 0 else 1.0
-        return StepReport(step, self.units, clipped / units, mean, kept, reports, self.examples)
+    @property
+    def touched(self) -> Tensor:
+        """Global rows, distinct and ascending."""
+        return torch.empty(0, dtype=torch.long) if self._touched is None else self._touched
+
+    @property
+    def touches(self) -> list[int] | None:
+        """Pairs of a unit and a row, of each table; None if they were not counted."""
+        return self._touches
+
+    def numbers(
+        self, space: RowSpace, touched: Tensor, selection: Mapping[str, Tensor] | None, max_norm: float,
+        counts: Callable[[str], bool],
+    ) -> Tensor:  # fmt: skip
+        """What a report is made of, float64. Those of several processes, each with its own units and rows, add up.
+
+        Rows are those of the tables that this process `counts`: the global rows `touched`, and the selected ones (None: all).
+        """
+        chosen = None if selection is None else space.join(selection)
+        hits = touched if chosen is None else touched[find(chosen, touched) >= 0]
+        of_tables = [
+            _counts(space, touched),
+            _counts(space, touched if chosen is None else chosen),
+            _counts(space, hits),
+        ]
+        mine = torch.tensor([counts(name) for name in space.names], dtype=torch.float64)
+        of_units = [
+            self.units,
+            self.examples,
+            sum(int((norms > max_norm).sum()) for norms in self._norms),
+            sum(float(norms.sum()) for norms in self._norms),
+            sum(float(every.sum()) for every, _ in self._masses),
+            sum(float(left.sum()) for _, left in self._masses),
+        ]
+        rows = torch.tensor(of_tables, dtype=torch.float64).reshape(3, -1) * mine
+        return torch.cat([torch.tensor(of_units, dtype=torch.float64), rows.flatten()])
+
+
+def report_of(
+    numbers: Tensor, step: int, space: RowSpace, tables: Mapping[str, TableSpec], selects: bool,
+    touches: Sequence[int] | None,
+) -> StepReport:  # fmt: skip
+    """The report that `numbers` make; unless the step `selects` rows, all are selected. `touches` of each table, if counted."""
+    units, examples, clipped, norms, mass, kept = numbers[:6].tolist()
+    reports = {}
+    pairs: Sequence[int | None] = [None] * len(space.names) if touches is None else touches
+    for name, touched, selected, hits, counted in zip(space.names, *numbers[6:].long().reshape(3, -1).tolist(), pairs):
+        table = tables[name]
+        selected = selected if selects else table.rows
+        reports[name] = TableStep(table.rows, table.dim, touched, selected, selected - hits, counted)
+    share = kept / mass if mass > 0 else 1.0
+    divisor = max(units, 1)
+    return StepReport(step, int(units), clipped / divisor, norms / divisor, share, reports, int(examples))
 
 
 def _counts(space: RowSpace, rows: Tensor) -> list[int]:

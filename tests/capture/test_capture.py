@@ -8,7 +8,7 @@ from torch import nn
 
 from cases import BAGS, CASES, B, D, L, V, emb, ids, x
 from sparsedp.capture import Capture, products
-from support import Apply, assert_exact, batch_of, unit_loss
+from support import Apply, assert_exact, batch_of, capture_uses, unit_loss
 
 
 @pytest.fixture(autouse=True)
@@ -97,6 +97,26 @@ def test_bags(case: str, form: str, calls: int) -> None:
 
     numbered = torch.cat([table, torch.arange(B)[:, None]], dim=1)
     assert_exact(Apply(one, bag=bag), numbered, weights)
+
+
+@pytest.mark.parametrize("case", BAGS)
+@pytest.mark.parametrize("form", ["2-D", "offsets"])
+def test_bags_of_one_id(case: str, form: str) -> None:
+    """Each unit has one, some of them padding: no sum within a bag, and in a second lookup by everybody none either."""
+    mode, weighted, padding = BAGS[case]
+    bag = nn.EmbeddingBag(V, D, mode=mode, padding_idx=padding)
+    rows = torch.tensor([2, 0, 2, 1, 1, 5][:B]).view(B, 1)
+
+    def look_up(model: nn.Module, i: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        weights = w[:, :1] if weighted else None
+        if form == "2-D":
+            return model.bag(i, per_sample_weights=weights)
+        return model.bag(i.flatten(), torch.arange(len(i)), None if weights is None else weights.flatten())
+
+    (lookup,) = capture_uses(Apply(look_up, bag=bag), (rows, x(B, 7))).uses["bag.weight"].lookups
+    assert lookup.one_each != weighted
+    assert_exact(Apply(look_up, bag=bag), rows, x(B, 7))
+    assert_exact(Apply(lambda m, i, w: look_up(m, i, w) * look_up(m, (i + 1) % V, w), bag=bag), rows, x(B, 7))
 
 
 def test_weights_of_a_bag_are_trained() -> None:

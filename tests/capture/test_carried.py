@@ -40,6 +40,7 @@ def test_exact(case: str, nothing_is_small: None) -> None:
     torch.manual_seed(0)
     found = assert_exact(*CASES[case]())
     by_rows_alone = {
+        "a bias by relative position in fused attention",
         "scaled positions",
         "copies of padding",
         "positions as a matrix",

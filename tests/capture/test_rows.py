@@ -150,6 +150,21 @@ def test_move_rows(path: str) -> None:
     assert table._version > version  # a use that kept the table's rows must notice
 
 
+def test_move_rows_within(path: str) -> None:
+    """Rows that hold a number at the limit stay, bit for bit, and are named; of either sign, and in any column."""
+    table, values = torch.zeros(10, 3), torch.randn(4, 3, generator=generator())
+    table[1, 2], table[7, 0], table[4, 1] = 2.0, -2.5, 1.999
+    rows, before, version = torch.tensor([4, 7, 0, 1]), table.clone(), table._version
+    left = loops.move_rows_within(table, rows, values, -0.5, 2.0)
+    assert left.tolist() == [1, 3]
+    expected = before.clone()
+    expected[torch.tensor([4, 0])] -= 0.5 * values[torch.tensor([0, 2])]
+    torch.testing.assert_close(table, expected)
+    assert torch.equal(table[torch.tensor([1, 7])], before[torch.tensor([1, 7])])
+    assert table._version > version
+    assert loops.move_rows_within(table, rows, values, 1.0, 0.0).tolist() == [0, 1, 2, 3]
+
+
 def uses_of(lookup: Lookup) -> ParameterUses:
     return ParameterUses([lookup], [], [])
 

@@ -473,3 +473,35 @@ def test_binary_loss_of_a_private_model() -> None:
         (history, sampler(target), target),
     )
     assert report.largest_difference < 1e-9
+
+
+def test_counting_rows_measures_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass that no backward pass follows needs neither norms nor gradients of the softmax, and finds the same rows."""
+    from sparsedp.capture.uses import softmax_loss
+
+    class Scored(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.other = nn.Embedding(30, 4), nn.Embedding(7, 4)
+
+        def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+            return table_softmax_loss(self.other(ids), self.table.weight, target)
+
+    torch.manual_seed(0)
+    data = torch.utils.data.TensorDataset(torch.randint(7, (40, 3)), torch.randint(1, 30, (40, 3)), torch.zeros(40))
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    engine, model, optimizer, loader = make_private(Scored(), loader, mechanism=sparsedp.EANA())
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("measured")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(softmax_loss, "Measure", refuse)
+        groups = engine.touch_statistics().spans[0].tables
+    assert groups["table.weight"].rows[groups["table.weight"].counts == 40].sum() == 30
+    distinct = sum(len(ids.unique()) for ids in data.tensors[0])
+    assert (groups["other.weight"].rows * groups["other.weight"].counts).sum() == distinct
+    ids, target, _ = next(iter(loader))
+    optimizer.zero_grad()
+    model(ids, target).mean().backward()
+    optimizer.step()  # norms are there where they are needed

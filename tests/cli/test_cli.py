@@ -21,10 +21,11 @@ from sparsedp.accounting import get_epsilon
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.load import load_config
 from sparsedp.cli.config.sections import SchedulerConfig
-from sparsedp.cli.main import COMMANDS, main
+from sparsedp.cli.main import main
 from sparsedp.cli.run import run_training
 from sparsedp.data import generated_click_log, write_click_log
 from sparsedp.plan import default_delta
+from sparsedp_command import COMMANDS
 
 TINY = """
 data: {kind: generated, rows: 1000, scale: 0.01}
@@ -141,11 +142,12 @@ def test_a_run_and_its_folder(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     run = Path("runs/mine")
     names = {
-        "release": {"config.yaml", "plan.json", "model.pt", "statement.json", "statement.txt"},
-        "private": {"README.txt", ".lock", "config.yaml", "code.json", "metrics.jsonl", "checkpoint.pt", "totals.json",
-                    "result.json"},
+        "release": {"config.yaml", "plan.json", "environment.json", "model.pt", "statement.json", "statement.txt"},
+        "private": {"README.txt", ".lock", "config.yaml", "code.json", "provenance.json", "metrics.jsonl", "checkpoint.pt",
+                    "totals.json", "result.json"},
     }  # fmt: skip
     assert {part.name: {path.name for path in part.iterdir()} for part in run.iterdir()} == names
+    assert "sparsedp report runs/mine writes one" in out
     result = json.loads((run / "private/result.json").read_text())
     assert result["finished"] and result["steps"] == result["planned_steps"] == STEPS
     assert 0 < result["auc"] < 1 and result["log_loss"] > 0 and 0.7 < result["planted_auc"] < 0.9
@@ -283,6 +285,9 @@ def test_own_data_model_and_loss(data: str) -> None:
     result = json.loads(Path("run/private/result.json").read_text())
     assert result["steps"] == 6
     assert ("loss" in result) == (data != "one_set")
+    assert ("mse" in result) == (data == "two_sets")
+    if data == "two_sets":
+        assert result["mse"] == pytest.approx(result["loss"])  # which is the mean of squares
     assert "frozen.weight" in weights(Path("run"))
 
 
@@ -324,7 +329,7 @@ def test_summed_losses_report_the_mean() -> None:
         ),
         ({"model": "{kind: 'mine:model', options: {depth: 3}}"}, "model.options: mine:model cannot be called"),
         ({"model": "{kind: 'mine:no_module'}"}, "model.kind: mine:no_module returned int"),
-        ({"model": "{kind: pctr}"}, "pctr needs a click log"),
+        ({"model": "{kind: pctr}"}, "pctr needs a table or a click log"),
         ({"data": "{kind: 'mine:no_module', options: {training: 1}}"}, "data.kind: mine:no_module returned int"),
         ({"data": "{kind: 'mine:two_sets', options: {size: 1}}"}, "data.options: mine:two_sets cannot be called"),
         ({"optimizer": "{name: SGD, lr: 1, options: {mass: 3}}"}, "optimizer: SGD refuses its settings"),

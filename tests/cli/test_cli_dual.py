@@ -250,7 +250,7 @@ def test_the_noise_on_the_mean_as_a_step_adds_it() -> None:
 
 def test_a_sweep_may_give_either() -> None:
     Path("sweep.yaml").write_text(
-        "base: tiny.yaml\nreference: dpsgd\nmetric: precision@10\nset: {privacy.noise_multiplier: null, privacy.noise_on_mean: 0.01}\n"
+        "base: tiny.yaml\nreference: dpsgd\nmetric: precision@10\ncontrol_rates: [1.0]\nset: {privacy.noise_multiplier: null, privacy.noise_on_mean: 0.01}\n"
         "variants: {dpsgd: {}, eana: {set: {privacy.mechanism: eana}, grid: {privacy.noise_on_mean: [0.01, 0.001]}},\n"
         "  eight: {set: {privacy.noise_on_mean: null, privacy.target_epsilon: 8.0}}}\n"
     )

@@ -198,7 +198,7 @@ def test_released_frequencies_are_paid_for_once() -> None:
     assert result.finished and result.statement.epsilon <= 8.0 and "frequencies" in result.statement.guarantee
     assert torch.equal(torch.load("run/release/model.pt", weights_only=True)["item_error"], before)
     assert torch.load("run/release/frequencies.pt", weights_only=True).keys() == {"item_table.weight"}
-    with pytest.raises(ConfigError, match=r"privacy.frequencies: re-attention alone"):
+    with pytest.raises(ConfigError, match=r"privacy.frequencies: only re-attention"):
         load_config("tiny.yaml", ["privacy.frequencies={epsilon: 1.0}"])
 
 

@@ -70,7 +70,7 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
     values["stream"] = yaml.safe_load((configs / "stream.yaml").read_text())["stream"]  # which explains these keys
     of_sequences = {  # which sequences.yaml and movielens.yaml explain
         "data": {"items", "length", "groups", "structure", "mean_length", "exclude_seen",
-                 "path", "format", "min_actions", "until_stable"},
+                 "path", "format", "user", "item", "time", "min_actions", "until_stable"},
         "model": {"blocks", "heads", "dropout", "tied", "frequencies"},
         "privacy": {"frequencies"},
     }  # fmt: skip
@@ -79,6 +79,7 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
         "model": {"context", "features", "buckets"},
     }
     of_dlrm = {"bottom", "top"}  # which dlrm.yaml explains
+    of_tables = yaml.safe_load((configs / "table.yaml").read_text())["data"]
     for path in all_paths(type(load_config("demo"))):
         section, _, key = path.partition(".")
         of_others = {
@@ -91,6 +92,7 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
                 "options",
                 *of_sequences["data"],
                 *of_timelines["data"],
+                *of_tables,
             },
             "model": {"options", *of_sequences["model"], *of_timelines["model"], *of_dlrm},
             "privacy": of_sequences["privacy"],
@@ -143,14 +145,14 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
         ("privacy.mechanism=5", r"privacy.mechanism: expected a mapping; got 5"),
         (
             "data.kind=generatd",
-            r"data.kind: expected generated or clicklog or generated_sequences or sequences or generated_timelines or timelines or 'package.module:name'.*'generated'\?",
+            r"data.kind: expected generated or table or clicklog or generated_sequences or sequences or generated_timelines or timelines or 'package.module:name'.*'generated'\?",
         ),
         (
             "data.kind=my module:f",
-            r"data.kind: expected generated or clicklog or generated_sequences or sequences or generated_timelines or timelines or 'package.module:name'",
+            r"data.kind: expected generated or table or clicklog or generated_sequences or sequences or generated_timelines or timelines or 'package.module:name'",
         ),
         ("data=none", r"data: expected a mapping with the key kind; got 'none'"),
-        ("data={rows: 3}", r"data.kind: missing; expected generated or clicklog"),
+        ("data={rows: 3}", r"data.kind: missing; expected generated or table or clicklog"),
         ("data.held_out=1", r"data.held_out: expected a number of at least 0 and below 1 or a list"),
         ("data.held_out=[1, x]", r"data.held_out\[1\]: expected a whole number; got 'x'"),
         ("model.hidden=0", r"model.hidden: expected a whole number of at least 1; got 0"),

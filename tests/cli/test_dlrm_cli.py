@@ -96,5 +96,7 @@ def test_what_is_refused() -> None:
     Path("own_rows.py").write_text(
         "import torch\ndef data():\n    return torch.utils.data.TensorDataset(torch.zeros(50, 3), torch.zeros(50))\n"
     )
-    with pytest.raises(ConfigError, match=r"model.kind: dlrm needs a click log; this data set has no vocabulary_sizes"):
+    with pytest.raises(
+        ConfigError, match=r"model.kind: dlrm needs a table or a click log; this data set has no vocabulary_sizes"
+    ):
         run_training(load_config("tiny.yaml", ["data={kind: 'own_rows:data'}"]))

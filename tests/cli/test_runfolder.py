@@ -101,7 +101,12 @@ def stopped_run(step: int = 3) -> None:
     ("wrong", "message"),
     [
         ("label", "The label is NaN or infinite in held-out rows 7, 10."),
-        ("id", "Held-out row 7: IndexError: index out of range in self"),
+        (
+            "id",
+            "Held-out row 7: Table 'table.weight' has rows 0 to 19, and was asked for row 99 (at place 0 of the batch's ids). "
+            "Make the table as large as the largest id, plus one, or map ids that it does not have to a row that is kept for "
+            "them.",
+        ),
         ("input", "The input 2 is NaN or infinite in held-out row 7."),
     ],
 )
@@ -430,7 +435,7 @@ def test_export_copies_what_may_leave_alone(capsys: pytest.CaptureFixture[str]) 
     assert main(["export", "run", "--to", "out/there"]) == 0
     out = capsys.readouterr().out
     assert out.startswith("Privacy statement: epsilon = ") and "Not copied, because no run writes it: notes.txt" in out
-    names = {"config.yaml", "plan.json", "model.pt", "statement.json", "statement.txt"}
+    names = {"config.yaml", "plan.json", "environment.json", "model.pt", "statement.json", "statement.txt"}
     assert {path.name for path in Path("out/there").iterdir()} == names and len(list(Path("out").iterdir())) == 1
     assert torch.load("out/there/model.pt", weights_only=True).keys() == {"table.weight", "out.weight", "out.bias"}
     assert main(["export", "run", "--to", "out/there"]) == 2

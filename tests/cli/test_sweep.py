@@ -34,6 +34,7 @@ privacy: {noise_multiplier: 1, max_grad_norm: 2}
 """
 SWEEP = """
 base: base.yaml
+control_rates: [1.0]
 seeds: [0, 1]
 reference: dpsgd
 over: {privacy.noise_multiplier: [0.5, 2.0]}
@@ -774,3 +775,50 @@ def test_metrics_say_what_a_mechanism_did_to_each_table() -> None:
     assert result["kept_mass"] == pytest.approx(sum(row["kept_mass"] for row in steps) / len(steps))
     assert result["clipped_share"] == pytest.approx(sum(row["clipped_share"] for row in steps) / len(steps))
     assert result["reduction"] == pytest.approx(result["dense_gradient_size"] / result["gradient_size"])
+
+
+def test_the_non_private_control_is_tried_at_rates_of_its_own() -> None:
+    text = SMALL.replace("controls: {non_private: null, frozen: null}", "controls: {frozen: null}")
+    tried = [run for run in runs_of(written(text)) if run.group == "non_private"]
+    assert [run.config.optimizer.lr for run in tried] == [0.005, 0.015, 0.05, 0.15]
+    both = runs_of(written(text, set={"optimizer.table_lr": 0.2}, control_rates=[0.5, 2.0]))
+    rates = [(run.config.optimizer.lr, run.config.optimizer.table_lr) for run in both if run.group == "non_private"]
+    assert rates == [(0.025, 0.1), (0.1, 0.4)]
+    given = runs_of(written(text, controls={"non_private": {"set": {"optimizer.lr": 0.7}}, "frozen": None}))
+    assert [run.config.optimizer.lr for run in given if run.group == "non_private"] == [0.7]
+    with pytest.raises(ConfigError, match="control_rates"):
+        runs_of(written(text, control_rates=[1.0, 1.0]))
+
+
+def test_a_control_below_private_runs_is_flagged_and_every_setting_is_listed() -> None:
+    def run(group: str, auc: float, epsilon: float | str, seed: int, **settings: float) -> front.Run:
+        result = {
+            "validation": {"auc": auc}, "test": {"auc": auc}, "epsilon": epsilon, "gradient_size": 10, "reduction": 10.0,
+            "dense_gradient_size": 100, "seconds": 1.0, "clipped_share": 0.5, "kept_mass": 1.0,
+        }  # fmt: skip
+        return front.Run(f"{group}{settings}{seed}", group, {}, settings, seed, result)
+
+    def summary(control: float) -> dict[str, Any]:
+        runs = [run("dpsgd", 0.70 + seed / 100, 3.0, seed, lr=rate) for seed in (0, 1) for rate in (0.1, 0.2)]
+        runs += [
+            run("eana", 0.99, "infinity", seed) for seed in (0, 1)
+        ]  # no privacy, so no reason to doubt the control
+        runs += [
+            run("non_private", control - rate, "infinity", seed, lr=rate) for seed in (0, 1) for rate in (0.0, 0.1)
+        ]
+        return front.summarise(
+            runs, name="s", points=[{}], variants=["dpsgd", "eana"], controls=["non_private"], reference="dpsgd", seeds=[0, 1],
+            losses=[0.005], margin=0.01,
+        )  # fmt: skip
+
+    def text(of: dict[str, Any]) -> str:
+        return markdown.report(of, base="b", done=1, total=1, failed={}, warnings={}, left_over=0, plots=[])
+
+    weak, good = summary(0.69), summary(0.8)
+    assert weak["points"][0]["control_below"] == ["dpsgd"] and good["points"][0]["control_below"] == []
+    assert "below `dpsgd`: it is no measure" in text(weak) and "it is no measure" not in text(good)
+    lines = text(good).splitlines()
+    start = lines.index("Every setting:")
+    table = [line for line in lines[start + 4 : start + 10] if line.startswith("|")]
+    assert len(table) == 5 and "(validation, chooses)" in lines[start + 2] and "(test, reports)" in lines[start + 2]
+    assert any("lr = 0.2" in line and "0.7050 ± 0.0050" in line for line in table)

@@ -6,7 +6,7 @@ import gzip
 import json
 import os
 import pickle
-import sys
+import re
 import threading
 from pathlib import Path
 
@@ -21,20 +21,18 @@ from torch.utils.data import DataLoader
 from sparsedp.data import (
     MISSING_INTEGER,
     CountVocabulary,
+    Form,
     GivenVocabulary,
     HashVocabulary,
-    clickcache,
-    collate_clicks,
     generated_click_log,
     open_click_log,
+    tablecache,
+    tablefiles,
     write_click_log,
 )
-from sparsedp.data.clickparse import COLUMNS, ParsedBlock, detect_layout, parse_block, parse_block_python
+from sparsedp.data.clicklog import COLUMNS
 from sparsedp.data.generated import write_rows
 from sparsedp.errors import ConfigError, DataError
-
-TABS = detect_layout(b"\t".join([b""] * 40), Path("x"))
-WITH_DAY = detect_layout(",".join(["note", *COLUMNS, "day"]).encode(), Path("x"))
 
 
 def line(label="1", integers=("3",) * 13, categories=("0a",) * 26, separator="\t") -> str:  # type: ignore[no-untyped-def]
@@ -62,68 +60,116 @@ def leftovers(cache: Path) -> list[str]:
 
 # Parsing ------------------------------------------------------------------------------------------
 
-
-def equal(a: ParsedBlock, b: ParsedBlock) -> bool:
-    same = all(
-        np.array_equal(getattr(a, n), getattr(b, n)) for n in ("labels", "integers", "categories", "periods", "bad")
-    )
-    return same and (a.lines, a.malformed) == (b.lines, b.malformed)
-
-
+WITH_DAY = ["note", *COLUMNS, "day"]
 FIELD = st.one_of(
-    st.sampled_from(["", "0", "1", "-1", "12", "3.0", "3.", "-2.00", "05db9164", "ABCDEF", "-", ".0", "+1", "1.5"]),
-    st.sampled_from(["2147483647", "2147483648", "-2147483648", "00000000001", "f" * 15, "f" * 16, "g", " 1", "1 "]),
-    st.sampled_from(["\r", "1\r", "\x00", "é", "99999999999999999999999", "a" * 40, '"1"']),
+    st.sampled_from(["", "0", "1", "-1", "12", "3.0", "3.", "-2.00", "05db9164", "ABCDEF", "-.", "+", "1.5", "x"]),
+    st.sampled_from(["2147483647", "2147483648", "00000000001", "f" * 15, "f" * 16, "g", "1-", "0x1", "1_0"]),
+    st.sampled_from(["\x00", "é", "99999999999999999999999", "a" * 40, '"1"', '"', "inf", "-inf"]),
 )
 
 
 @st.composite
-def lines(draw, fields: int) -> bytes:  # type: ignore[no-untyped-def]
+def lines(draw, fields: int) -> list[str]:  # type: ignore[no-untyped-def]
     """Lines that are mostly right, with strange fields, too few or too many of them, and odd endings."""
     out = []
     for _ in range(draw(st.integers(0, 6))):
         values = ["1"] * fields
         for place, value in draw(st.lists(st.tuples(st.integers(0, fields - 1), FIELD), max_size=4)):
             values[place] = value
-        values = values[: draw(st.sampled_from([fields] * 6 + [0, 1, fields - 1]))]
+        values = values[: draw(st.sampled_from([fields] * 6 + [2, fields - 1]))]
         values += draw(st.sampled_from([[]] * 6 + [["1"], [""], ["", "x"]]))
         separator = "\t" if fields == 40 else ","
-        out.append(separator.join(values) + draw(st.sampled_from(["\n"] * 4 + ["\r\n", "\r\r\n", "\n\n"])))
-    return "".join(out).encode()
+        out.append(separator.join(values) + draw(st.sampled_from(["\n"] * 4 + ["\r\n", "\n\n"])))
+    return out
 
 
-@settings(max_examples=400, deadline=None)
-@given(st.one_of(st.tuples(st.just(TABS), lines(40)), st.tuples(st.just(WITH_DAY), lines(42))))
-def test_the_compiled_parser_equals_the_python_one(case) -> None:  # type: ignore[no-untyped-def]
-    pytest.importorskip("numba")
-    layout, block = case
-    assert equal(parse_block(block, layout), parse_block_python(block, layout))
+def plain_reading(lines: list[str], names: list[str]) -> tuple[list[list[int]], list[tuple[int, str]]]:
+    """The rows (label, integers, codes, day) of lines, and (line, reason) of those that are malformed: what the reader must find."""
+    rows, bad, number = [], [], 0
+    for line in lines:
+        number += 1
+        text = line.rstrip("\r\n")
+        here, number = number, number + line.count("\n") - 1
+        values = dict(zip(names, fields := text.split("\t" if len(names) == 40 else ",")))
+        if len(fields) != len(names):
+            bad.append((here, f"{len(fields)} fields, expected {len(names)}"))
+            continue
+        row, reasons = [], []
+        for name in [*COLUMNS, *(["day"] if "day" in names else [])]:
+            value = values[name]
+            whole = re.fullmatch(r"(-?[0-9]+)(\.0*)?", value)
+            if name[0] == "C":
+                if value and not re.fullmatch("[0-9a-fA-F]{1,15}", value):
+                    reasons.append(f"{name} is not a hex number of at most 15 digits")
+                row.append(int(value, 16) if value and not reasons else -1)
+            elif name == "label":
+                if not whole or int(whole[1]) not in (0, 1):
+                    reasons.append("label is neither 0 nor 1")
+                row.append(int(whole[1]) if whole else 0)
+            else:
+                fits = whole is not None and abs(int(whole[1])) < 2**31
+                if not fits and (value or name == "day"):
+                    reasons.append(f"{'period' if name == 'day' else name} is not a whole number of 32 bits")
+                row.append(int(whole[1]) if fits and whole else MISSING_INTEGER)
+        if reasons:
+            bad.append((here, ""))
+        else:
+            rows.append(row)
+    return rows, bad
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
+@given(st.one_of(st.tuples(st.just(COLUMNS), lines(40)), st.tuples(st.just(WITH_DAY), lines(42))))
+def test_the_reader_finds_what_a_plain_parser_finds(tmp_path_factory: pytest.TempPathFactory, case) -> None:  # type: ignore[no-untyped-def]
+    names, drawn = case
+    first = ["\t".join(names) + "\n" if names is COLUMNS else ",".join(names) + "\n", *drawn]
+    rows, bad = plain_reading(drawn, names)
+    folder = tmp_path_factory.mktemp("plain")
+    path = write(folder / "log.txt", "".join(first))
+    if not rows:
+        with pytest.raises(DataError, match=r"no rows|malformed"):
+            open_click_log(path, cache_dir=folder, max_malformed=1)
+        return
+    log = open_click_log(path, cache_dir=folder, vocabulary=CountVocabulary(1), max_malformed=1)
+    code_of = [{1: -1, **{row: int(code, 16) for code, row in v.items()}} for v in log.vocabulary.as_dict().values()]
+    codes = [[code_of[j][row] for j, row in enumerate(found)] for found in log._categories.tolist()]
+    days = log.periods.tolist() if names is WITH_DAY else []
+    found = [
+        [int(label), *numbers, *of_row, *days[i : i + 1]]
+        for i, (label, numbers, of_row) in enumerate(zip(log.labels, log._numbers.tolist(), codes))
+    ]
+    assert found == rows
+    assert [(line.line - 1, line.reason) for line in log.summary.first if "fields" in line.reason] == [
+        b for b in bad if b[1]
+    ]
+    assert [line.line - 1 for line in log.summary.first] == [line for line, _ in bad]
+    assert log.summary.malformed == len(bad)
+
+
+@settings(max_examples=100, deadline=None)
 @given(st.binary(max_size=300))
-def test_the_parsers_agree_on_any_bytes(data: bytes) -> None:
-    pytest.importorskip("numba")
-    assert equal(parse_block(data + b"\n", TABS), parse_block_python(data + b"\n", TABS))
+def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
+    folder = tmp_path_factory.mktemp("bytes")
+    path = folder / "log.tsv"
+    path.write_bytes(text(2).encode() + data + b"\n")
+    log = open_click_log(path, cache_dir=folder, max_malformed=1)
+    assert len(log) == 2 and everything(log)[2].tolist() == [0, 1]
 
 
-@pytest.mark.parametrize("parse", [parse_block, parse_block_python])
-def test_fields_and_missing_values(parse) -> None:  # type: ignore[no-untyped-def]
+def test_fields_and_missing_values(tmp_path: Path) -> None:
     integers = ["", "-2", "2147483647", "3.0", *["0"] * 9]
     categories = ["", "05db9164", "FFFFFFFF", "a", *["0"] * 22]
-    block = parse((line("0", integers, categories) + "\r\n\n" + line() + "\n").encode(), TABS)
-    assert block.labels.tolist() == [0, 1] and block.lines == 3 and block.malformed == 0
-    assert block.integers[0, :5].tolist() == [MISSING_INTEGER, -2, 2147483647, 3, 0]
-    assert block.categories[0, :5].tolist() == [-1, 0x05DB9164, 0xFFFFFFFF, 10, 0]
-
-
-def test_without_numba(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "log.tsv", text(50) + "bad\n")
-    with_numba = open_click_log(path, cache_dir=tmp_path / "a", max_malformed=0.1)
-    monkeypatch.setitem(sys.modules, "sparsedp.data.clickparse_numba", None)  # importing it now fails
-    without = open_click_log(path, cache_dir=tmp_path / "b", max_malformed=0.1)
-    assert len(without) == 50 and without.summary == with_numba.summary
-    assert all(torch.equal(a, b) for a, b in zip(everything(without), everything(with_numba)))
+    path = write(tmp_path / "log", line("0", integers, categories) + "\r\n\n" + line() + "\n")
+    log = open_click_log(path, cache_dir=tmp_path / "cache", vocabulary=CountVocabulary(1))
+    assert log.labels.tolist() == [0, 1] and log.summary.malformed == 0
+    assert log._numbers[0, :5].tolist() == [MISSING_INTEGER, -2, 2147483647, 3, 0]
+    spelled = [{row: value for value, row in values.items()} for values in log.vocabulary.as_dict().values()]
+    assert [spelled[j].get(row) for j, row in enumerate(log._categories[0, :4])] == [
+        None,
+        "05db9164",
+        "ffffffff",
+        "0000000a",
+    ]
 
 
 # Formats ------------------------------------------------------------------------------------------
@@ -205,14 +251,15 @@ def test_small_blocks_give_the_same_log(tmp_path: Path, monkeypatch: pytest.Monk
     path = write(tmp_path / "log.tsv", text(100) + "bad\n" + text(30).rstrip("\n"))  # no newline at the end
     options = {"vocabulary": CountVocabulary(3), "max_malformed": 0.1}
     whole = open_click_log(path, cache_dir=tmp_path / "a", **options)
-    monkeypatch.setattr(clickcache, "_FIRST_BLOCK", 500)
-    monkeypatch.setattr(clickcache, "_BLOCK", 1000)
-    monkeypatch.setattr(clickcache, "_PIECE_ROWS", 7)
+    monkeypatch.setattr(tablefiles, "_FIRST_BLOCK", 500)
+    monkeypatch.setattr(tablefiles, "_BLOCK", 1000)
+    monkeypatch.setattr(tablecache, "_PIECE_ROWS", 7)
     pieces = open_click_log(path, cache_dir=tmp_path / "b", **options)
     assert all(torch.equal(a, b) for a, b in zip(everything(whole), everything(pieces)))
     assert len(whole) == 130 and whole.summary == pieces.summary
-    monkeypatch.setattr(clickcache, "_BLOCK", 100)
-    monkeypatch.setattr(clickcache, "_FIRST_BLOCK", 100)
+    monkeypatch.setattr(tablefiles, "_BLOCK", 100)
+    monkeypatch.setattr(tablefiles, "_LONGEST_LINE", 100)
+    monkeypatch.setattr(tablefiles, "_FIRST_BLOCK", 100)
     with pytest.raises(DataError, match="a line of more than 100 bytes"):
         open_click_log(path, cache_dir=tmp_path / "c", **options)
 
@@ -230,7 +277,7 @@ def test_written_rows_are_read_again(tmp_path_factory: pytest.TempPathFactory, d
     separator, header = data.draw(st.sampled_from("\t,")), data.draw(st.booleans())
     write_rows(folder / name, labels, integers, codes, separator=separator, header=header)
     log = open_click_log(folder / name, cache_dir=folder, vocabulary=CountVocabulary(1))
-    assert np.array_equal(log.labels, labels) and np.array_equal(log._integers, integers)
+    assert np.array_equal(log.labels, labels) and np.array_equal(log._numbers, integers)
     row_to_code = [{row: int(code, 16) for code, row in v.items()} for v in log.vocabulary.as_dict().values()]
     read = [[{1: -1, **row_to_code[j]}[row] for j, row in enumerate(rows)] for rows in log._categories.tolist()]
     assert read == codes.tolist()
@@ -353,8 +400,8 @@ def test_what_killed_builds_left_is_ignored_and_removed(tmp_path: Path) -> None:
     open_click_log(path, cache_dir=cache)
     (name,) = leftovers(cache)
     (cache / name).rename(cache / f".{name}.partial")  # of the same log, killed before the last step
-    (cache / ".clicklog-other.partial").mkdir()
-    (cache / ".clicklog-other.partial" / "labels.bin").write_bytes(b"\0")
+    (cache / ".table-other.partial").mkdir()
+    (cache / ".table-other.partial" / "labels.bin").write_bytes(b"\0")
     assert len(open_click_log(path, cache_dir=cache)) == 60
     assert leftovers(cache) == [name]
 
@@ -362,11 +409,11 @@ def test_what_killed_builds_left_is_ignored_and_removed(tmp_path: Path) -> None:
 def test_the_build_of_another_process_is_left_alone(tmp_path: Path) -> None:
     fcntl = pytest.importorskip("fcntl")
     path, cache = write(tmp_path / "log.tsv", text(60)), tmp_path / "cache"
-    (cache / ".clicklog-other.partial").mkdir(parents=True)
-    with open(cache / ".clicklog-other.lock", "a") as lock:
+    (cache / ".table-other.partial").mkdir(parents=True)
+    with open(cache / ".table-other.lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         open_click_log(path, cache_dir=cache)
-    assert ".clicklog-other.partial" in leftovers(cache)
+    assert ".table-other.partial" in leftovers(cache)
 
 
 def test_two_who_open_at_once_build_once(tmp_path: Path) -> None:
@@ -408,12 +455,17 @@ def test_hashing(tmp_path: Path) -> None:
     assert log._categories[:, 0].tolist() == [0, 836, 165, 836]
     assert log._categories[:, 1].tolist() == [0] * 4  # missing
     assert log.vocabulary_sizes == [1000] * 26 and not log.vocabulary_is_private
-    codes = np.arange(50_000)[:, None].repeat(26, 1)
-    rows = HashVocabulary(list(range(2, 28))).encode(codes)
+    codes = np.arange(50_000)
+
+    def encoded(vocabulary: HashVocabulary) -> np.ndarray:
+        columns = vocabulary.for_columns([f"C{j}" for j in range(26)], [Form.HEX] * 26)
+        return np.stack([column.encode(codes) for column in columns], 1)
+
+    rows = encoded(HashVocabulary(list(range(2, 28))))
     assert rows.min() == 1 and rows.max(0).tolist() == list(range(1, 27))
-    spread = np.bincount(HashVocabulary(101).encode(codes)[:, 3], minlength=101)[1:]
+    spread = np.bincount(encoded(HashVocabulary(101))[:, 3], minlength=101)[1:]
     assert spread.min() > 380 and spread.max() < 640
-    assert not np.array_equal(rows[:, 25], HashVocabulary(27).encode(codes)[:, 0])  # one hash per feature
+    assert not np.array_equal(rows[:, 25], encoded(HashVocabulary(27))[:, 0])  # one hash per feature
 
 
 def test_counting(tmp_path: Path) -> None:
@@ -458,11 +510,14 @@ def test_given(tmp_path: Path) -> None:
         (lambda: GivenVocabulary([["-a"]] + [[]] * 25), "C1 holds '-a'"),
         (lambda: GivenVocabulary([{"a": 1}] + [[]] * 25), "rows of 2 or more"),
         (lambda: GivenVocabulary("no such file"), "cannot be read"),
+        (lambda: GivenVocabulary("text"), "cannot be read"),
+        (lambda: GivenVocabulary(["text"] + [[]] * 25), "neither a list"),
+        (lambda: GivenVocabulary([[1]] + [[]] * 25), "write them in quotes"),
     ],
 )
-def test_impossible_vocabularies_are_refused(make, message) -> None:  # type: ignore[no-untyped-def]
+def test_impossible_vocabularies_are_refused(make, message, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ConfigError, match=message):
-        make()
+        column_log(tmp_path, ["a"], vocabulary=make())
 
 
 # As a data set ------------------------------------------------------------------------------------
@@ -497,7 +552,6 @@ def test_items_and_batches(log) -> None:  # type: ignore[no-untyped-def]
 def test_empty_batches(log) -> None:  # type: ignore[no-untyped-def]
     for empty in (
         log.collate([]),
-        collate_clicks([]),
         log.collate(log.__getitems__([])),
         everything(log.subset([])),
     ):
@@ -506,7 +560,7 @@ def test_empty_batches(log) -> None:  # type: ignore[no-untyped-def]
 
 
 def test_missing_integers_read_as_zero(log) -> None:  # type: ignore[no-untyped-def]
-    missing = torch.from_numpy(np.array(log._integers) == MISSING_INTEGER)
+    missing = torch.from_numpy(np.array(log._numbers) == MISSING_INTEGER)
     assert missing.any() and everything(log)[0][missing].eq(0).all()
 
 
@@ -556,7 +610,7 @@ def test_pickling_copies_no_rows(log) -> None:  # type: ignore[no-untyped-def]
     for original in (log, part):
         data = pickle.dumps(original)
         again = pickle.loads(data)
-        assert len(data) < 1000 and isinstance(again._integers, np.memmap)
+        assert len(data) < 1000 and isinstance(again._numbers, np.memmap)
         assert all(torch.equal(a, b) for a, b in zip(everything(again), everything(original)))
 
 
@@ -588,7 +642,7 @@ def test_the_kaggle_sample(criteo: Path, tmp_path: Path) -> None:
     assert log.periods.min() == 0 and log.periods.max() == 82 and (np.diff(log.periods) >= 0).all()
     assert [size - 2 for size in log.vocabulary_sizes[:6]] == [616, 528, 61763, 32222, 154, 11]
     assert sum(log.vocabulary_sizes) - 2 * 26 == 316_179
-    stored = np.array(log._integers)
+    stored = np.array(log._numbers)
     assert np.allclose((stored == MISSING_INTEGER).mean(0)[[0, 1, 11]], [0.451, 0, 0.765], atol=5e-4)
     assert stored.max(0)[[0, 4]].tolist() == [425, 2071071]
     assert stored[:, 1].min() == -2

@@ -38,7 +38,7 @@ def test_the_same_seed_gives_the_same_log_and_another_does_not() -> None:
     # Pinned, so that a change of the law is noticed: figures elsewhere rest on it.
     pinned = generated_click_log(4, seed=0)
     assert pinned._categories[:, 0].tolist() == [540, 668, 1304, 1038]
-    assert pinned._integers[:, 4].tolist() == [2907, 35, 137, 1]
+    assert pinned._numbers[:, 4].tolist() == [2907, 35, 137, 1]
     assert pinned.labels.tolist() == [0, 1, 0, 1]
 
 
@@ -88,7 +88,7 @@ def test_popularity_follows_the_skew() -> None:
 
 def test_integers_have_heavy_tails_and_gaps() -> None:
     log = generated_click_log(100_000, scale=0.01)
-    stored = log._integers
+    stored = log._numbers
     assert np.allclose((stored == MISSING_INTEGER).mean(0)[[0, 1, 11]], [0.45, 0, 0.77], atol=0.01)
     fifth = stored[:, 4][stored[:, 4] != MISSING_INTEGER]
     assert fifth.max() > 1000 * np.median(fifth) > 0
@@ -125,7 +125,7 @@ def test_written_and_read_again(tmp_path: Path, name: str) -> None:
     assert path.read_bytes()[:2] == b"\x1f\x8b" if name.endswith(".gz") else b"\t" in path.read_bytes()
     values = [[f"{code:08x}" for code in category_code(j, np.arange(v))] for j, v in enumerate(log.vocabulary_sizes)]
     read = open_click_log(path, cache_dir=tmp_path / "cache", vocabulary=GivenVocabulary(values))
-    assert np.array_equal(read._integers, log._integers)
+    assert np.array_equal(read._numbers, log._numbers)
     assert np.array_equal(read._categories, log._categories + 2)  # 0 and 1: out of vocabulary, missing
     assert np.array_equal(read.labels, log.labels)
     assert read.vocabulary_sizes == [v + 2 for v in log.vocabulary_sizes]

@@ -1,4 +1,4 @@
-"""AUC against its definition, log loss against torch."""
+"""AUC against its definition, log loss against torch, and probabilities against scikit-learn."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import brier_score_loss
 
-from sparsedp.data import auc, log_loss
+from sparsedp.data import auc, brier_score, calibration_error, calibration_ratio, log_loss
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(-3, 3)), min_size=1, max_size=40))
@@ -53,7 +55,32 @@ def test_nothing_gives_nan() -> None:
     assert math.isnan(auc([], [])) and math.isnan(log_loss([], []))
 
 
-@pytest.mark.parametrize("metric", [auc, log_loss])
+@pytest.mark.parametrize("spread", [0.3, 3.0, 30.0])  # the last reaches probabilities 0 and 1
+def test_probabilities_are_judged_as_scikit_learn_does(spread: float) -> None:
+    rng = np.random.default_rng(1)
+    logits = spread * rng.standard_normal(400)
+    labels = (rng.random(400) < 0.3 + 0.4 * (logits > 0)).astype(float)
+    probabilities = 1 / (1 + np.exp(-logits))
+    assert brier_score(labels, logits) == pytest.approx(brier_score_loss(labels, probabilities))
+    for bins in (1, 5, 15):
+        shares, means = calibration_curve(labels, probabilities, n_bins=bins)
+        counts = np.histogram(probabilities, np.linspace(0, 1, bins + 1))[0]
+        wanted = np.abs(shares - means) @ counts[counts > 0] / len(labels)
+        assert calibration_error(labels, logits, bins) == pytest.approx(wanted)
+    assert calibration_ratio(labels, logits) == pytest.approx(probabilities.mean() / labels.mean())
+
+
+def test_calibration_of_right_and_of_doubled_probabilities() -> None:
+    labels = np.repeat([1.0, 0.0], [100, 300])
+    quarter, half = np.full(400, -math.log(3)), np.zeros(400)
+    assert calibration_ratio(labels, quarter) == pytest.approx(1) and calibration_error(labels, quarter) < 1e-12
+    assert calibration_ratio(labels, half) == pytest.approx(2)
+    assert calibration_error(labels, half) == pytest.approx(0.25)
+    assert math.isnan(calibration_ratio([0.0], [1.0]))
+    assert math.isnan(calibration_error([], [])) and math.isnan(brier_score([], []))
+
+
+@pytest.mark.parametrize("metric", [auc, log_loss, brier_score, calibration_ratio, calibration_error])
 @pytest.mark.parametrize(
     ("labels", "scores", "message"),
     [

@@ -72,14 +72,15 @@ def test_the_padding_column_is_not_ranked() -> None:
     assert [int(ranks(scores, torch.tensor([i]))) for i in (1, 2, 3)] == [3, 2, 1]
 
 
-def naive_metrics(score, held_out: HeldOutItems, k: int, full: list[list[int]] | None) -> tuple[float, float]:  # type: ignore[no-untyped-def]
-    hits, gains = [], []
+def naive_metrics(score, held_out: HeldOutItems, k: int, full: list[list[int]] | None) -> tuple[float, float, float]:  # type: ignore[no-untyped-def]
+    hits, gains, reciprocals = [], [], []
     for i, (history, item) in enumerate(held_out):
         gone = set() if full is None else set(full[i])
         place = naive_rank(score(history[None])[0].tolist(), int(item), gone)
         hits.append(place <= k)
         gains.append(1 / math.log2(1 + place) if place <= k else 0.0)
-    return sum(gains) / len(gains), sum(hits) / len(hits)
+        reciprocals.append(1 / place)
+    return sum(gains) / len(gains), sum(hits) / len(hits), sum(reciprocals) / len(reciprocals)
 
 
 def cyclic(items: int):  # type: ignore[no-untyped-def]
@@ -97,17 +98,17 @@ def test_metrics_are_those_of_a_loop_whatever_the_chunk(k: int, excluding: bool)
     wanted = naive_metrics(cyclic(20), held_out, k, full)
     for chunk in (1, 7, 50, 1000):
         found = rank_held_out(cyclic(20), held_out, k=k, chunk=chunk, exclude_seen=excluding)
-        assert (found.ndcg, found.hit) == pytest.approx(wanted) and found.users == 50
-        assert found.to_dict() == {f"ndcg@{k}": found.ndcg, f"hit@{k}": found.hit}
+        assert (found.ndcg, found.hit, found.mrr) == pytest.approx(wanted) and found.users == 50
+        assert found.to_dict() == {f"ndcg@{k}": found.ndcg, f"hit@{k}": found.hit, "mrr": found.mrr}
     assert 0 < found.ndcg <= found.hit < 1
 
 
 def test_a_perfect_and_a_constant_scorer() -> None:
     held_out = sequences([[1, 2, 3, 4]] * 3, 30).split(5).test
     perfect = rank_held_out(lambda history: torch.eye(31)[4].expand(len(history), -1), held_out)
-    assert (perfect.ndcg, perfect.hit) == (1.0, 1.0)
+    assert (perfect.ndcg, perfect.hit, perfect.mrr) == (1.0, 1.0, 1.0)
     constant = rank_held_out(lambda history: torch.ones(len(history), 31), held_out)
-    assert (constant.ndcg, constant.hit) == (0.0, 0.0)
+    assert (constant.ndcg, constant.hit) == (0.0, 0.0) and constant.mrr == pytest.approx(1 / 30)
 
 
 def test_all_items_of_the_past_are_excluded_not_only_the_visible_ones() -> None:

@@ -9,6 +9,8 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from torch.utils.data import DataLoader
@@ -325,3 +327,48 @@ def test_real_data_has_the_known_size(name: str) -> None:
     settings, users, items, count = REAL[name]
     data = open_sequences(Path(folder, name), **settings)  # type: ignore[arg-type]
     assert (data.users, data.items, len(data.actions)) == (users, items, count)
+
+
+def test_columns_of_any_name(tmp_path: Path) -> None:
+    """The same actions as text in several files, and as Parquet; ids of any kind, dates as times, ties as in the file."""
+    rows = [
+        ("ann", 7, "2026-01-03"),
+        ("bob", 7, "2026-01-01"),
+        ("ann", "größe", "2026-01-01"),
+        ("ann", 9, "2026-01-02"),
+    ]
+    rows += [("bob", 9, "2026-01-01")]
+    lines = [f"x;{item};{when};{who}" for who, item, when in rows]
+    (tmp_path / "days").mkdir()
+    (tmp_path / "days" / "1.csv").write_text("no;what;at;who\n" + "\n".join(lines[:2]) + "\r\n", encoding="utf-8-sig")
+    (tmp_path / "days" / "2.csv").write_text("no;what;at;who\n" + "\n".join(lines[2:]) + "\n\n")
+    table = pa.table(list(zip(*[(w, str(i), t) for w, i, t in rows])), names=["who", "what", "at"])
+    pq.write_table(table, tmp_path / "all.parquet")
+    columns = {"user": "who", "item": "what", "time": "at", "min_actions": 1}
+    for path in (tmp_path / "days", tmp_path / "all.parquet", [tmp_path / "all.parquet"]):
+        data = open_sequences(path, **columns)
+        names = [data.item_names[i - 1] for i in data.actions]
+        assert data.user_names == ("ann", "bob") and data.vocabulary_is_private
+        assert names == ["größe", "9", "7", "7", "9"] and data.starts.tolist() == [0, 3, 5]
+    untimed = open_sequences(tmp_path / "days", user="who", item="what", min_actions=1)
+    assert [untimed.item_names[i - 1] for i in untimed.actions] == ["7", "größe", "9", "7", "9"]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ("u,i,t\na,1,5\na,,6\n", {}, "log, line 3: the item is empty"),
+        ("u,i,t\na,1,5\n\n,1,6\n", {}, "log, line 4: the user is empty"),
+        ("u,i,t\na,1,5\na,1,soon\n", {}, "log, line 3: t is neither seconds since 1970"),
+        ("u,i,t\na,1,5\na,1\n", {}, "log, line 3: 2 fields, expected 3"),
+        ("u,i,t\n", {}, "no actions in it"),
+        ("u,i,t\na,1,5\n", {"item": "j"}, r"lacks the columns j; it has u, i, t"),
+        ("u,i,t\na,1,5\n", {"item": "u"}, "different columns"),
+        ("u,i,t\na,1,5\n", {"item": None}, "both columns, user and item"),
+        ("u,i,t\na,1,5\n", {"format": "csv"}, "no format beside them"),
+    ],
+)
+def test_columns_that_are_refused(tmp_path: Path, content: str, options: dict, message: str) -> None:
+    (tmp_path / "log").write_text(content)
+    with pytest.raises((ConfigError, DataError), match=message):
+        open_sequences(tmp_path / "log", **{"user": "u", "item": "i", "time": "t", "min_actions": 1, **options})

@@ -1,4 +1,4 @@
-"""Runs a function of `programs.py` in several processes, the ranks of a process group on loopback."""
+"""Runs a function of `programs.py`, or of `module.function`, in several processes: the ranks of a process group on loopback."""
 
 from __future__ import annotations
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import signal
+import socket
+import struct
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +19,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torchrec
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.shard import shard
@@ -28,6 +34,12 @@ from torchrec.distributed.sharding_plan import (
 
 import sparsedp
 import sparsedp.distributed.training as training
+from sparsedp.distributed import shard_tables
+from sparsedp.distributed.placement import PlacedShard
+from sparsedp.distributed.sharding import choose_sharding
+from sparsedp.distributed.sizes import Cluster, TableUse, Work, sent_in_step
+from sparsedp.prediction import predict_part
+from sparsedp.tables import Shard
 
 FEATURES = {"a": 37, "b": 37, "c": 11, "d": 53}
 BATCH, STEPS = 32, 20
@@ -602,3 +614,228 @@ def evaluated(mechanism: str, sharding: str) -> dict[str, Any]:
         outputs.append(run[1](*inputs))
     return {"private": float((outputs[0] - outputs[1]).abs().max()), "closed": float((outputs[0] - outputs[2]).abs().max()),
             "statistics": said}  # fmt: skip
+
+
+# ---------------------------------------------------------------------- what is sent, and what was predicted
+
+MANY_ROWS = {"a": 3000, "b": 3000, "c": 400, "d": 7000}
+
+
+class Skewed(Clicks):
+    """As `Clicks`, of larger tables in which some rows are looked up far more often than others."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        draw = torch.Generator().manual_seed(2)
+        self.ids = [
+            [(rows * torch.rand(len(bag), generator=draw) ** 3).long() for bag, rows in zip(bags, MANY_ROWS.values())]
+            for bags in self.ids
+        ]
+
+
+class ManyRows(nn.Module):
+    """Bags, or with `pooled` False the rows themselves, of larger tables, one of them for two features."""
+
+    def __init__(self, pooled: bool = True) -> None:
+        super().__init__()
+        sizes = [("t0", 16, 3000, ["a", "b"]), ("t1", 8, 400, ["c"]), ("t2", 32, 7000, ["d"])]
+        self.pooled = pooled
+        if pooled:
+            bags = [
+                EmbeddingBagConfig(name=name, embedding_dim=dim, num_embeddings=rows, feature_names=names)
+                for name, dim, rows, names in sizes
+            ]
+            self.tables = EmbeddingBagCollection(tables=bags)
+        else:
+            alike = [
+                EmbeddingConfig(name=name, embedding_dim=16, num_embeddings=rows, feature_names=names)
+                for name, _, rows, names in sizes
+            ]
+            self.tables = EmbeddingCollection(tables=alike)
+        self.over = nn.Linear(3 + (72 if pooled else 64), 1)
+
+    def forward(self, numbers: Tensor, features: KeyedJaggedTensor, country: Tensor) -> Tensor:
+        found = self.tables(features)
+        parts = found.values() if self.pooled else torch.cat([found[n].to_padded_dense(3).sum(1) for n in "abcd"], 1)
+        return self.over(torch.cat([numbers, parts], 1)).squeeze(1)
+
+
+def bytes_left() -> int:
+    """How many bytes left all sockets of this process so far, as the kernel counts them (tcpi_bytes_sent)."""
+    total = 0
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(number))) as end:
+                    info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                    total += struct.unpack_from("Q", info, 200)[0]
+    return total
+
+
+class Messages(TorchDispatchMode):
+    """Bytes that collectives give to other ranks, by phase, kind of collective and type; sums go round a ring."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks, self.phase, self.sent = ranks, "", Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("c10d.").removesuffix(".default")
+        if name == "alltoall_base_":
+            given, splits, rank = args[1], args[4], dist.get_rank()
+            own = splits[rank] if splits else given.shape[0] // self.ranks
+            self._count(name, given, (len(given) - own) / max(len(given), 1))
+        elif name == "allgather_":
+            self._count(name, args[1][0], self.ranks - 1)
+        elif name == "allreduce_":
+            self._count(name, args[0][0], 2 * (self.ranks - 1) / self.ranks)
+        elif name == "reduce_scatter_":
+            for part in args[1][0]:
+                self._count(name, part, 2 * (self.ranks - 1) / self.ranks)
+        elif name == "_reduce_scatter_base_":
+            self._count("reduce_scatter_", args[1], 2 * (self.ranks - 1) / self.ranks)
+        elif "c10d" in str(func):
+            raise AssertionError(f"{func} is not counted")
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, name: str, tensor: Tensor, times: float) -> None:
+        self.sent[self.phase, name.strip("_"), str(tensor.dtype).removeprefix("torch.")] += times * tensor.nbytes
+
+
+def sent_and_predicted(mechanism: str, sharding: str, pooled: bool, steps: int = 9, batch: int = 600) -> dict[str, Any]:
+    """Bytes that this rank sent in a step, on average, beside what `sparsedp.distributed.sizes` predicts of it."""
+    data, ranks = Skewed(6000), dist.get_world_size()
+    loader = DataLoader(data, batch_size=batch, shuffle=True, collate_fn=collate)
+
+    def made(module: nn.Module) -> tuple[Any, Any, Any, Any]:
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+        engine = sparsedp.PrivacyEngine(seed=3)
+        private = engine.make_private(
+            module=module, optimizer=optimizer, data_loader=loader, noise_multiplier=0.7, max_grad_norm=1.0,
+            mechanism=MECHANISMS[mechanism]() if mechanism != "exponential" else sparsedp.ExponentialSelection(k=300),
+        )  # fmt: skip
+        return engine, *private
+
+    with alone():
+        one = made(ManyRows(pooled))
+        statistics = one[0].touch_statistics()
+        parts = predict_part(one[0].plan, statistics, 1 / ranks)
+        together = predict_part(one[0].plan, statistics, 1.0)
+        one[0].close()
+    module = ManyRows(pooled)
+    if sharding == "chosen":
+        names = {config.name: config for config in _configs(module)}
+        uses = [TableUse(name, config.num_embeddings, config.embedding_dim) for name, config in names.items()]
+        chosen = choose_sharding(uses, ranks, memory=2.2e6, work=Work(batch / ranks, MECHANISMS[mechanism]()))
+        assert chosen.fits and len({choice.kind for choice in chosen.tables.values()}) > 1, chosen.advice
+        plan = construct_module_sharding_plan(
+            module.tables, {name: choice.for_torchrec() for name, choice in chosen.tables.items()},
+            local_size=ranks, world_size=ranks, device_type="cpu",
+        )  # fmt: skip
+        module.tables = shard(module.tables, plan, device=torch.device("cpu"))
+        for name, choice in chosen.tables.items():
+            assert module.tables.module_sharding_plan[name].sharding_type == choice.kind
+    else:
+        module = sharded(module, sharding)
+    kinds = {name: one.sharding_type for name, one in module.tables.module_sharding_plan.items()}
+    engine, module, optimizer, loader = made(module)
+    assert engine._run is not None
+    uses, placed = [], {}
+    for name, found in parts.items():
+        config = next(config for config in _configs(module) if f".{config.name}." in name)
+        places = [list(FEATURES).index(feature) for feature in config.feature_names]
+        uses.append(
+            TableUse(
+                name, config.num_embeddings, config.embedding_dim, features=len(places), pooled=pooled,
+                lookups=sum(len(bags[place]) for bags in data.ids for place in places) / len(data),
+                touched=found.touched, passed=found.passed, touched_by_all=together[name].touched,
+            )
+        )  # fmt: skip
+        whole = Shard(range(config.num_embeddings), range(config.embedding_dim))
+        copies = tuple(PlacedShard(rank, whole) for rank in range(ranks))
+        placed[name] = kinds[config.name], engine._run.placement[name] or copies
+    dense = sum(p.numel() for p in module.over.parameters())
+    work = Work(batch / ranks, engine.plan.mechanism, dense)
+    predicted = sent_in_step(uses, placed, Cluster(ranks), work)
+    messages, before, taken = Messages(ranks), 0, 0
+    with messages:
+        for *inputs, labels in loader:
+            optimizer.zero_grad()
+            messages.phase = "forward"
+            output = module(*inputs)
+            messages.phase = "step"
+            F.binary_cross_entropy_with_logits(output, labels).backward()
+            optimizer.step()
+            if taken == 0:  # the first step prepares
+                messages.sent.clear()
+                before = bytes_left()
+            taken += 1
+            if taken == steps + 1:
+                break
+    left = (bytes_left() - before) / steps
+    rank = dist.get_rank()
+    return {
+        "left": left,
+        "predicted": {name: float(values[rank]) for name, values in predicted.by_purpose().items()},
+        "sent": {kind: size / steps for kind, size in messages.sent.items()},
+    }
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    bags = hasattr(module.tables, "embedding_bags")
+    return module.tables.embedding_bag_configs() if bags else module.tables.embedding_configs()
+
+
+# ---------------------------------------------------------------------- tables of nn.Embedding
+
+
+class Plain(nn.Module):
+    """Tables of torch's own modules, two of which share one."""
+
+    def __init__(self, rows: int = 9, dim: int = 8) -> None:
+        super().__init__()
+        self.country = nn.Embedding(rows, dim)
+        self.bag = nn.EmbeddingBag(rows, dim, mode="sum", padding_idx=0)
+        self.bag.weight = self.country.weight
+        self.over = nn.Linear(3 + 2 * dim, 1)
+
+    def forward(self, numbers: Tensor, features: KeyedJaggedTensor, country: Tensor) -> Tensor:
+        bags = self.bag(torch.stack([country, 8 - country], 1))
+        return self.over(torch.cat([numbers, self.country(country), bags], 1)).squeeze(1)
+
+
+def memory_of_export(path: str, rows: int, dim: int) -> dict[str, float]:
+    """By how much this rank's memory grew, at most, while the state_dict was written; the size of the table; the largest error."""
+    torch.manual_seed(0)
+    module = Plain(rows, dim)
+    shard_tables(module)
+    run = begin(module, "adafest")
+    train(run, steps=1)
+    gc.collect()
+    before = _memory("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is as high as the memory is now
+    run[0].save_state_dict(path)
+    grown = _memory("VmHWM") - before
+    dist.barrier()
+    written = torch.load(path, mmap=True, weights_only=True)
+    names = set(written) == {"country.weight", "bag.weight", "over.weight", "over.bias"}
+    return {"grown": grown, "table": 4.0 * rows * dim, "distance": distance(run[1], written), "names": names}
+
+
+def _memory(entry: str) -> int:
+    """Bytes, as the system counts them for this process."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(entry)]
+    return 1024 * int(line.split()[1])
+
+
+def whole_weight() -> str:
+    """What is said of a model that uses a divided table otherwise than by looking rows up."""
+
+    class Tied(Plain):
+        def forward(self, numbers: Tensor, features: KeyedJaggedTensor, country: Tensor) -> Tensor:
+            hidden = self.country(country)
+            return F.linear(hidden, self.country.weight).sum(1)
+
+    module = Tied()
+    shard_tables(module)
+    return _said(lambda: train(begin(module, "dpsgd"), steps=1))

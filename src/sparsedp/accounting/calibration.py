@@ -10,6 +10,7 @@ from sparsedp.accounting.events import require_number
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.accounting.registry import find_accountant
 from sparsedp.errors import SparseDPError
+from sparsedp.progress import Progress, no_progress
 
 _MIN_SIGMA = 1e-4
 _MAX_SIGMA = 1e8
@@ -22,20 +23,32 @@ def calibrate(
     accountant: str = "pld",
     *,
     tolerance: float = 1e-3,
+    progress: Progress = no_progress,
 ) -> float:
     """The smallest noise multiplier, to a relative `tolerance`, with which `make_event` is within budget.
 
     More noise must not cost more. What is returned was checked: its `epsilon_of` is at most `target_epsilon`. Of a ledger
     that composes in parallel, the scope that is likely to cost most is calibrated, then any that turns out to cost more.
+    `progress` is told of each noise that is tried.
     """
     target = require_number("target_epsilon", target_epsilon, low=0.0, low_open=True)
     delta = require_number("target_delta", target_delta, low=0.0, high=1.0, low_open=True, high_open=True)
     tolerance = require_number("tolerance", tolerance, low=1e-6, high=1.0)
 
-    def cases(sigma: float) -> list[DpEvent]:
-        made = make_event(sigma)
-        return made.events() if isinstance(made, Ledger) else [made]
+    with progress("calibrating the noise", 0) as advance:
 
+        def cases(sigma: float) -> list[DpEvent]:
+            advance(1)
+            made = make_event(sigma)
+            return made.events() if isinstance(made, Ledger) else [made]
+
+        return _calibrate_cases(cases, target, delta, accountant, tolerance)
+
+
+def _calibrate_cases(
+    cases: Callable[[float], list[DpEvent]], target: float, delta: float, accountant: str, tolerance: float
+) -> float:
+    """`calibrate`, for events of which the costliest counts."""
     if len(cases(1.0)) == 1:
         return _calibrate(lambda sigma: cases(sigma)[0], target, delta, accountant, tolerance)
     costs = [epsilon_of(case, delta, accountant, relative_error=0.1) for case in cases(1.0)]

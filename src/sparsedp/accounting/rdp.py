@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sparsedp.accounting.events import ExponentialMechanismDpEvent
 from sparsedp.errors import UnsupportedError
 
-_ORDERS = np.array(DEFAULT_RDP_ORDERS, dtype=np.float64)
+ORDERS = np.array(DEFAULT_RDP_ORDERS, dtype=np.float64)
 # dp_accounting's divergence of a step has a rounding error of up to this, and it takes a negative one for no
 # cost; adding it keeps the bound a bound.
 _ROUNDING = 1e-15
@@ -21,15 +21,15 @@ _ROUNDING = 1e-15
 
 def rdp_epsilon(leaves: Mapping[DpEvent, int], delta: float) -> float:
     """An epsilon at `delta` of composed events, as `canonical` gives them."""
-    return float(compute_epsilon(_ORDERS, _divergences(leaves), delta)[0])
+    return float(compute_epsilon(ORDERS, divergences(leaves), delta)[0])
 
 
 def rdp_delta(leaves: Mapping[DpEvent, int], epsilon: float) -> float:
     """A delta at `epsilon` of composed events, as `canonical` gives them."""
-    return float(compute_delta(_ORDERS, _divergences(leaves), epsilon)[0])
+    return float(compute_delta(ORDERS, divergences(leaves), epsilon)[0])
 
 
-def _divergences(leaves: Mapping[DpEvent, int]) -> NDArray[np.float64]:
+def divergences(leaves: Mapping[DpEvent, int]) -> NDArray[np.float64]:
     """The Rényi divergence of the composition at each order."""
     return np.sum([count * (_of_one(leaf) + _ROUNDING) for leaf, count in leaves.items()], axis=0)
 
@@ -37,10 +37,10 @@ def _divergences(leaves: Mapping[DpEvent, int]) -> NDArray[np.float64]:
 def _of_one(event: DpEvent) -> NDArray[np.float64]:
     if isinstance(event, ExponentialMechanismDpEvent):
         # A loss of range epsilon is epsilon^2/8-zCDP (Cesar & Rogers 2021), and at most epsilon.
-        return np.minimum(_ORDERS * event.epsilon**2 / 8, event.epsilon)
+        return np.minimum(ORDERS * event.epsilon**2 / 8, event.epsilon)
     try:
         with _quiet():
-            return RdpAccountant(_ORDERS).compose(event).rdp
+            return RdpAccountant(ORDERS).compose(event).rdp
     except UnsupportedEventError:
         raise UnsupportedError(
             f'the "rdp" accountant has no bound for {event!r}; accountant="pld" may know it'

@@ -52,7 +52,7 @@ from sparsedp.capture.names import (
     slice_bounds,
     written_tensor,
 )
-from sparsedp.capture.ops import run_use
+from sparsedp.capture.ops import absent, run_use
 from sparsedp.capture.ops.normalisation import BATCH_STATISTICS, takes_batch_statistics
 from sparsedp.capture.ops.registry import AXIS_RULES, plain_name
 from sparsedp.capture.ops.shape import SHAPE_ONLY
@@ -147,6 +147,7 @@ class Capture:
         self._forward_only_batch: HasUnits | None = None
         self.draws = Draws(RandomKey.from_os()) if draws is None else draws
         self._generators = GlobalGenerators()
+        self._has_absent = any(parameter.is_meta for parameter in parameters.values())
         # Where the global generators were as the forward pass began; None where it may use them.
         self._generators_before: dict[str, Any] | None = None
         # Called with each operation of a forward pass: settles the rows of lazy tables that it reads.
@@ -214,7 +215,7 @@ class Capture:
         self._memory.begin()
         self._state.begin()
         inputs = all_tensors((args, kwargs), objects=True)
-        is_training = self._tape.forward_only is None
+        is_training = not self.forward_only
         expected = self._current_batch() if is_training else self._forward_only_batch
         batch = batch_of(inputs, expected, (args, kwargs))
         self._pass.announced = None if expected is None or batch is expected else expected.examples
@@ -240,7 +241,7 @@ class Capture:
             return
         self._generators_before = self._generators.places()
         kind = TRAINING if torch.is_grad_enabled() else WITHOUT_GRADIENT
-        self.draws.begin(kind if self._tape.forward_only is None else COUNTING)
+        self.draws.begin(COUNTING if self.forward_only else kind)
 
     def leave(self, output: Any = None) -> None:
         """The module that was entered last has run, and made `output`."""
@@ -297,6 +298,10 @@ class Capture:
             return Captured.of(self._pass.batch, uses, [])
         finally:
             self._tape.forward_only, self._forward_only_batch = None, None
+
+    @property
+    def forward_only(self) -> bool:
+        return self._tape.forward_only is not None
 
     # ------------------------------------------------------------------ after backward
 
@@ -384,9 +389,22 @@ class Capture:
             expressions, data = ([], data) if self.is_data(args[0]) else (expressions, [])
         if not expressions:
             return self._run_without_parameters(name, func, args, kwargs, data, shared, drawn)
+        if self._has_absent and name not in SHAPE_ONLY:
+            self._refuse_absent(name, func, expressions)
         if data or (shared and name == "embedding_bag"):  # whose offsets may say whose an id is
             return self._run_use(name, func, args, kwargs, expressions)
         return self._results.run_on_parameters(name, func, args, kwargs, expressions, shared, drawn)
+
+    def _refuse_absent(self, name: str, func: Callable, expressions: list[Expression]) -> None:
+        """Of a table whose rows are in other processes, there is nothing here to compute with."""
+        if absent.is_absent(func):
+            return
+        for expression in expressions:
+            if expression.tensor.is_meta:
+                raise self.refuse(
+                    name, expression.names, "it uses the whole table, whose rows are divided among several processes",
+                    "look rows up (a loss over sampled candidates), or leave the table whole on every process",
+                )  # fmt: skip
 
     def _require_expression(self, tensor: Tensor, operation: str) -> Expression | None:
         """What is known of an operand that asks for its gradient; None if it is somebody else's, and not private."""

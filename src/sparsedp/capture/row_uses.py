@@ -47,6 +47,10 @@ class RowsAsUnits:
     def units(self) -> int:
         return len(self._owners.units)
 
+    @property
+    def forward_only(self) -> bool:
+        return self._capture.forward_only
+
     def known_axis(self, tensor: Tensor) -> UnitAxis | None:
         place = place_of(tensor, self._known.get(tensor), self._capture.units)
         return UnitAxis(place.dim) if place is not None and place.owners.same(self._owners) else None

@@ -19,14 +19,17 @@ class SequenceCollate:
 
     softmax: history and target. Otherwise history and candidates, [n, length, 1 + negatives]: the target, then negatives
     drawn evenly from all items; all 0 where there is no target. Of timelines there is one target, and no axis of positions.
-    Without `named`, for a loss of the user's own: (history, target).
+    Without `named`, for a loss of the user's own: (history, target). Of several processes, each `rank` draws others.
     """
 
-    def __init__(self, settings: TrainingConfig, items: int, collate: Callable[[Any], Any], named: bool = True) -> None:
+    def __init__(
+        self, settings: TrainingConfig, items: int, collate: Callable[[Any], Any], named: bool = True, rank: int = 0
+    ) -> None:
         self._named = named
         self._generator: CipherGenerator | None = None
         if settings.seed is not None:
-            self._generator = RandomKey.from_seed(settings.seed).generator()
+            key = RandomKey.from_seed(settings.seed)
+            self._generator = (key.child(rank) if rank else key).generator()
         self._collate = LabelCollate(collate.context, self._generator) if isinstance(collate, LabelCollate) else collate
         self._sampler: CandidateSampler | None = None
         if settings.negatives is not None:

@@ -12,20 +12,27 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Subset
 
+from sparsedp.capture.ids import refuse_ids
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data
-from sparsedp.cli.config.losses import Loss
+from sparsedp.cli.config.losses import SEQUENCE_LOSSES, Loss
 from sparsedp.cli.prepare import forward
-from sparsedp.data import HeldOutItems, auc, log_loss
+from sparsedp.data import HeldOutItems, auc, brier_score, calibration_error, calibration_ratio, log_loss
 from sparsedp.data.ranking import Scorer, popularity_scorer, rank_held_out
-from sparsedp.errors import ConfigError, SparseDPError, one_line
+from sparsedp.errors import ConfigError, DataError, SparseDPError, one_line
 
 ExamplesDone = Callable[[int], None]  # called after each batch with how many examples it has
 TOP = 10  # the k of NDCG@k and HIT@k
 
 
+# What a mean cross-entropy cannot reach unless training has diverged: guessing costs the logarithm of what there is to guess
+# from, less than 20. Other losses have the scale of what they measure.
+_LARGEST_CROSS_ENTROPY, _LARGEST_LOSS = 100.0, 1e20
+_CROSS_ENTROPIES = {"binary_cross_entropy", *SEQUENCE_LOSSES}
+
+
 class EvaluationError(SparseDPError):
-    """The held-out data cannot be evaluated on. The model is as good as it was."""
+    """The data cannot be evaluated on. The model is as good as it was."""
 
 
 class DivergedError(SparseDPError):
@@ -35,7 +42,8 @@ class DivergedError(SparseDPError):
 def evaluate(
     config: Config, model: nn.Module, loss: Loss, data: Data, progress: ExamplesDone = lambda count: None
 ) -> dict[str, Any]:
-    """AUC and log loss for binary cross-entropy, NDCG and HIT for held-out items of sequences, else the mean loss.
+    """AUC, log loss and calibration for binary cross-entropy, NDCG, HIT and MRR for held-out items of sequences, else the mean
+    loss, with the mean squared error where outputs and targets are numbers of one shape.
 
     Empty if nothing is held out. If the held-out data have periods, "periods" has the same for each of them.
     """
@@ -49,13 +57,13 @@ def evaluate(
 
 
 def rank_items(config: Config, model: nn.Module, data: Data, held_out: Any) -> dict[str, Any]:
-    """NDCG@10 and HIT@10 on some of the held-out items, beside those of the most popular items."""
+    """NDCG@10, HIT@10 and their kind on some of the held-out items, beside those of the most popular items."""
     with evaluating(model):
         return rank(config, model, data.training, held_out)
 
 
 def rank(config: Config, model: nn.Module, training: Any, held_out: Any) -> dict[str, float]:
-    """NDCG@10 and HIT@10 over all items: of the model, of the most popular items and, if there is one, of the planted model."""
+    """NDCG@10, HIT@10 and their kind over all items: of the model, the most popular items and any planted model."""
     if not hasattr(model, "score_next"):
         raise ConfigError(f"model.kind: to rank items, {type(model).__name__} needs a method score_next(history)")
     scorers: dict[str, Scorer] = {"": model.score_next}  # type: ignore[dict-item]
@@ -80,21 +88,38 @@ def evaluate_on(
     collate: Callable[[Any], Any],
     periods: Any = None,
     progress: ExamplesDone = lambda count: None,
+    part: str = "Held-out",
 ) -> dict[str, Any]:
-    """As `evaluate`, on any data set. `periods` holds the period of each of its examples."""
+    """As `evaluate`, on any data set, which errors call `part`. `periods` holds the period of each of its examples."""
     if len(dataset) == 0:
         raise EvaluationError("The held-out data are empty.")
     if periods is None:
-        return _metrics([_outputs(config, model, loss, dataset, collate, progress)])
+        return _metrics([_outputs(config, model, loss, dataset, collate, progress, part)])
     periods = np.asarray(periods)
     parts: dict[int, _Outputs] = {}
     for period in np.unique(periods):
-        part = Subset(dataset, np.flatnonzero(periods == period).tolist())
-        parts[int(period)] = _outputs(config, model, loss, part, collate, progress)
+        of_period = Subset(dataset, np.flatnonzero(periods == period).tolist())
+        parts[int(period)] = _outputs(config, model, loss, of_period, collate, progress, part)
     return {
         **_metrics(list(parts.values())),
-        "periods": {str(period): {"examples": part.count, **_metrics([part])} for period, part in parts.items()},
+        "periods": {str(period): {"examples": one.count, **_metrics([one])} for period, one in parts.items()},
     }
+
+
+def refuse_diverged(config: Config, metrics: dict[str, Any]) -> None:
+    """Raises if a loss is so large that no data and no noise alone explain it."""
+    most = _LARGEST_CROSS_ENTROPY if config.loss in _CROSS_ENTROPIES else _LARGEST_LOSS
+    value = metrics.get("log_loss", metrics.get("loss", 0.0))
+    if not value <= most:
+        raise DivergedError(f"The loss on the held-out data is {value:.3g}: training has diverged. Lower optimizer.lr.")
+
+
+def name_the_row(config: Config, model: nn.Module, loss: Loss, data: Data) -> None:
+    """After a failure in training: raises an `EvaluationError` if it is an example of the training set that is to blame."""
+    try:
+        evaluate_on(config, model, loss, data.training, data.collate, part="Training")
+    except DivergedError:
+        return
 
 
 @dataclass(frozen=True)
@@ -105,28 +130,47 @@ class _Outputs:
     count: int
     logits: torch.Tensor | None  # these and the labels for binary cross-entropy alone
     labels: torch.Tensor | None
+    squares: tuple[float, int] | None = None  # the sum of squared errors and of how many, where these are defined
 
 
 def _metrics(parts: Sequence[_Outputs]) -> dict[str, float]:
     """The metrics of all parts together."""
     mean = {"loss": sum(part.loss for part in parts) / sum(part.count for part in parts)}
     if any(part.logits is None for part in parts):
+        squares = [part.squares for part in parts if part.squares is not None]
+        if len(squares) == len(parts):
+            mean["mse"] = sum(total for total, _ in squares) / sum(count for _, count in squares)
         return mean
     logits, labels = (
         torch.cat([getattr(part, name) for part in parts]).flatten().numpy() for name in ("logits", "labels")
     )
     if not np.isin(labels, (0, 1)).all():  # shares of clicks: nothing to rank
         return mean
-    return {"auc": auc(labels, logits), "log_loss": log_loss(labels, logits)}
+    metrics = {
+        "auc": auc,
+        "log_loss": log_loss,
+        "brier_score": brier_score,
+        "calibration_ratio": calibration_ratio,
+        "calibration_error": calibration_error,
+    }
+    return {name: metric(labels, logits) for name, metric in metrics.items()}
 
 
 def _outputs(
-    config: Config, model: nn.Module, loss: Loss, dataset: Any, collate: Callable[[Any], Any], progress: ExamplesDone
+    config: Config,
+    model: nn.Module,
+    loss: Loss,
+    dataset: Any,
+    collate: Callable[[Any], Any],
+    progress: ExamplesDone,
+    part: str,
 ) -> _Outputs:
     batch_size = config.training.max_physical_batch or config.training.batch_size
     outputs: list[torch.Tensor] = []
     targets: list[torch.Tensor] = []
     total, done = 0.0, 0
+    squared, numbers = 0.0, 0
+    comparable = True  # outputs with targets
     with torch.no_grad(), evaluating(model):
         batches = _batches(dataset, collate, batch_size)
         while done < len(dataset):
@@ -135,54 +179,80 @@ def _outputs(
                 batch = next(batches)
                 output, target, value = forward(model, loss, batch)
             except Exception as error:
-                raise _unusable(model, loss, dataset, collate, rows, error) from error
+                raise _unusable(model, loss, dataset, collate, rows, error, part) from error
             if not torch.isfinite(value).all():
-                raise _not_finite(model, dataset, rows, batch, value.item())
+                raise _not_finite(model, dataset, rows, batch, value.item(), part)
             total += value.item() * (len(rows) if config.privacy.loss_reduction == "mean" else 1)
             done = rows.stop
             progress(len(rows))
             if config.loss == "binary_cross_entropy":
                 outputs.append(output)
                 targets.append(target)
+            elif comparable := comparable and _are_numbers_alike(output, target):
+                squared += (output.double() - target.double()).square().sum().item()
+                numbers += output.numel()
     if config.loss != "binary_cross_entropy":
-        return _Outputs(total, done, None, None)
+        return _Outputs(total, done, None, None, (squared, numbers) if comparable and numbers else None)
     return _Outputs(total, done, torch.cat(outputs), torch.cat(targets))
 
 
+def _are_numbers_alike(output: Any, target: Any) -> bool:
+    return all(isinstance(t, torch.Tensor) and t.is_floating_point() for t in (output, target)) and (
+        output.shape == target.shape
+    )
+
+
 def _unusable(
-    model: nn.Module, loss: Loss, dataset: Any, collate: Callable[[Any], Any], rows: range, error: Exception
+    model: nn.Module, loss: Loss, dataset: Any, collate: Callable[[Any], Any], rows: range, error: Exception, part: str
 ) -> EvaluationError:
     """Names the first example of the batch that fails on its own, as the batch did."""
     for row in rows:
         try:
             forward(model, loss, next(_batches(Subset(dataset, [row]), collate, 1)))
         except Exception as alone:
-            return EvaluationError(f"Held-out row {_row(dataset, row)}: {one_line(alone)}")
+            return EvaluationError(f"{part} row {_row(dataset, row)}: {one_line(_explained(model, alone))}")
     first, last = _row(dataset, rows[0]), _row(dataset, rows[-1])
-    return EvaluationError(f"Held-out rows {first} to {last}: {one_line(error)}")
+    return EvaluationError(f"{part} rows {first} to {last}: {one_line(error)}")
 
 
-def _not_finite(model: nn.Module, dataset: Any, rows: range, batch: Any, value: float) -> SparseDPError:
+def _explained(model: nn.Module, error: Exception) -> Exception:
+    """The same in the words of `refuse_ids`, if it is a lookup in one of the model's tables that failed."""
+    names = {id(module): name for name, module in model.named_modules()}
+    trace = error.__traceback__
+    while trace is not None:
+        table, ids = (trace.tb_frame.f_locals.get(name) for name in ("self", "input"))
+        if isinstance(table, (nn.Embedding, nn.EmbeddingBag)) and isinstance(ids, torch.Tensor):
+            try:
+                refuse_ids(f"'{names.get(id(table), '')}.weight'", table.num_embeddings, ids, error)
+            except DataError as explained:
+                return explained
+        trace = trace.tb_next
+    return error
+
+
+def _not_finite(model: nn.Module, dataset: Any, rows: range, batch: Any, value: float, part: str) -> SparseDPError:
     """Why a loss is not finite: the data of some rows, or the weights."""
     parts = batch.items() if isinstance(batch, dict) else enumerate(batch)
-    for name, part in parts:
-        if not isinstance(part, torch.Tensor) or not part.is_floating_point() or len(part) != len(rows):
+    for name, column in parts:
+        if not isinstance(column, torch.Tensor) or not column.is_floating_point() or len(column) != len(rows):
             continue
-        wrong = torch.flatten(~torch.isfinite(part), 1).any(1) if part.dim() > 1 else ~torch.isfinite(part)
+        wrong = torch.flatten(~torch.isfinite(column), 1).any(1) if column.dim() > 1 else ~torch.isfinite(column)
         if wrong.any():
             numbers = [str(_row(dataset, rows[i])) for i in wrong.nonzero()[:5, 0].tolist()]
             label = not isinstance(batch, dict) and name == len(batch) - 1
             what = "label" if label else f"input {name!r}" if isinstance(name, str) else f"input {name + 1}"
             more = ", ..." if int(wrong.sum()) > len(numbers) else ""
-            return EvaluationError(
-                f"The {what} is NaN or infinite in held-out row{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}{more}."
-            )
-    if all(bool(torch.isfinite(p).all()) for p in model.state_dict().values() if p.is_floating_point()):
-        where = f"in held-out rows {_row(dataset, rows[0])} to {_row(dataset, rows[-1])}"
+            where = f"{part.lower()} row{'s' if len(numbers) > 1 else ''} {', '.join(numbers)}{more}"
+            return EvaluationError(f"The {what} is NaN or infinite in {where}.")
+    weights = (p.detach() for p in (*model.parameters(), *model.buffers()) if not p.is_meta)  # meta: in other processes
+    if all(bool(torch.isfinite(p).all()) for p in weights if p.is_floating_point()):
+        where = f"in {part.lower()} rows {_row(dataset, rows[0])} to {_row(dataset, rows[-1])}"
         return DivergedError(
             f"The loss is {value} {where}, where the data are finite: the model's outputs are too large. Lower optimizer.lr."
         )
-    return DivergedError(f"The loss on the held-out data is {value}: the weights have diverged. Lower optimizer.lr.")
+    return DivergedError(
+        f"The loss on the {part.lower()} data is {value}: the weights have diverged. Lower optimizer.lr."
+    )
 
 
 def _row(dataset: Any, index: int) -> int:

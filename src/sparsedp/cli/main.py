@@ -4,71 +4,49 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import platform
+import logging
+import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-import torch
-
+import sparsedp_command
+from sparsedp.cli.processes import started_together
 from sparsedp.errors import SparseDPError, SparseDPWarning, one_line
-from sparsedp.version import __version__
 
-# Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the command's description.
-COMMANDS = {
-    name: f"sparsedp.cli.commands.{name}"
-    for name in ("train", "evaluate", "export", "plan", "sweep", "account", "mean", "audit")
-}
 REFUSED, INTERRUPTED = 2, 130
 
-EPILOG = """examples:
-  sparsedp train demo            train a click-through-rate model with epsilon 3, in about a minute
-  sparsedp plan demo             what that run will cost, before it starts
-  sparsedp export runs/RUN       copy what may leave of a run: weights and privacy statement
-  sparsedp sweep demo            what a mechanism's knobs trade: utility against gradient size
-  sparsedp audit secret-sharer demo   how much a model remembers of examples that were inserted into its data
-  sparsedp account epsilon --noise-multiplier 0.6 --sample-rate 0.002 --steps 500 --delta 1e-6
-  sparsedp audit replay demo     by how much one unit moves the clipped sum
-  sparsedp mean rows.npz --epsilon 1 --delta 1e-6 --bound 1 --sparsity 40
 
-`sparsedp COMMAND --help` explains each command.
-"""
+def make_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """With the arguments of the commands that are among `words`, as loading one takes its time; None: of all."""
 
+    def fill(name: str, command: argparse.ArgumentParser) -> None:
+        """Each module has `add_arguments(parser)` and `run(args) -> int`; its docstring is the command's description."""
+        if words is None or name in words:
+            module = importlib.import_module(f"sparsedp.cli.commands.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run, command=name)
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="sparsedp",
-        description="Differentially private training of PyTorch models with large embedding tables.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    versions = f"sparsedp {__version__} (torch {torch.__version__}, Python {platform.python_version()})"
-    parser.add_argument("--version", action="version", version=versions)
-    parser.add_argument("--debug", action="store_true", help="show where an error comes from")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for name, path in COMMANDS.items():
-        module = importlib.import_module(path)
-        description = (module.__doc__ or "").strip().split("\n\n")[0].replace("\n", " ")
-        command = commands.add_parser(
-            name, help=description, description=description, formatter_class=parser.formatter_class
-        )
-        command.add_argument(
-            "--debug", action="store_true", default=argparse.SUPPRESS, help="show where an error comes from"
-        )
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
-    return parser
+    return sparsedp_command.make_parser(fill)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("sparsedp", make_parser().parse_args(argv))
+    words = sys.argv[1:] if argv is None else list(argv)
+    args = make_parser(words).parse_args(words)
+    args.argv = words  # for processes that run the same command
+    if started_together() and args.command != "train":
+        if os.environ.get("RANK", "0") == "0":
+            print(f"sparsedp: error: {args.command} runs in one process: start it without torchrun", file=sys.stderr)
+        return REFUSED
+    return run_command("sparsedp", args)
 
 
 def run_command(program: str, args: argparse.Namespace) -> int:
     """Calls `args.run(args)` and returns the exit code. Refusals and interruptions are printed in one line."""
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _shown_log(program, args):
         warnings.showwarning = _show_warning(program, warnings.showwarning)
         try:
             return args.run(args)
@@ -81,6 +59,22 @@ def run_command(program: str, args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             print(f"{program}: interrupted", file=sys.stderr)
             return INTERRUPTED
+
+
+@contextmanager
+def _shown_log(program: str, args: argparse.Namespace) -> Iterator[None]:
+    """What the library logs, on the error stream: with --debug all of it, with --quiet what is wrong alone."""
+    log, handler = logging.getLogger("sparsedp"), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{program}: %(message)s"))
+    before = log.level
+    quiet = logging.WARNING if getattr(args, "quiet", False) else logging.INFO
+    log.setLevel(logging.DEBUG if args.debug else quiet)
+    log.addHandler(handler)
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def _show_warning(program: str, otherwise: Any) -> Any:

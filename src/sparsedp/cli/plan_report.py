@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sparsedp import concerns
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data
+from sparsedp.cli.counts import read_public_counts
 from sparsedp.cli.loop import Step, steps_of_epoch
 from sparsedp.cli.prepare import Prepared, forward, limit_threads, load_data, make_model, prepare, with_collate
-from sparsedp.errors import ConfigError, UnsupportedError, one_line
+from sparsedp.cli.sharding_report import Processes, sharding_report
+from sparsedp.errors import ConfigError, UnsupportedError
+from sparsedp.mechanisms import PublicCounts
 from sparsedp.plan import PrivacyPlan
-from sparsedp.prediction import TouchStatistics, find_threshold, predict, with_threshold
+from sparsedp.prediction import TouchStatistics, find_auto_threshold, find_threshold, predict, with_threshold
+from sparsedp.progress import Progress, no_progress
+from sparsedp.step_report import StepReport
 from sparsedp.tables import find_tables
 
-# Steps that are measured after those that warm up; after some seconds fewer will do.
-_WARM_UP, _MEASURED, _FEWEST, _SECONDS = 2, 12, 3, 20.0
+# Steps that are measured after those that warm up; after some seconds one of each will do.
+_WARM_UP, _MEASURED, _SECONDS = 2, 12, 20.0
 
 
 def plan_report(
@@ -35,24 +38,29 @@ def plan_report(
     counts: Path | None = None,
     gradient_size: float | None = None,
     reduction: float | None = None,
+    progress: Progress = no_progress,
+    processes: Processes | None = None,
 ) -> dict[str, Any]:
     """All that can be said about a run beforehand. Reads the data; the model is made, and thrown away.
 
     Rows are predicted from public `counts`, or else from the data. With a `gradient_size`, or a `reduction`
-    against the dense one, the report suggests the mechanism's threshold for it.
+    against the dense one, the report suggests the mechanism's threshold for it. `progress` is told what is being done.
+    With `processes` it says how the tables could be divided among them.
     """
     mechanism = config.make_mechanism()
     if not (gradient_size is None and reduction is None) and mechanism.threshold_setting is None:
         raise ConfigError(
             f"--gradient-size and --reduction look for AdaFEST's threshold; privacy.mechanism is {mechanism.name!r}"
         )
-    public_counts = None if counts is None else _read_counts(counts)
+    public_counts = None if counts is None else read_public_counts(counts, "--counts")
     limit_threads(config)
-    data = with_collate(config, load_data(config))
-    model = make_model(config, data.training)
-    activations = _activation_bytes(model, config, data)
+    data = with_collate(config, _load(config, progress))
+    with progress("making the model", 0):
+        model = make_model(config, data.training)
+        activations = _activation_bytes(model, config, data)
     state = config.optimizer.state_share()
-    parts = prepare(config, data, model)
+    with concerns.without_warnings():
+        parts = prepare(config, data, model, progress)
     plan, steps = parts.engine.plan, parts.steps
     tables = find_tables(model)
     sizes = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -84,25 +92,38 @@ def plan_report(
             if name in tables
         ],
         "dense_gradient_size": dense_size,
+        "concerns": concerns.of_plan(plan),
     }
     if dense_size:
         if public_counts is None:
             statistics = parts.engine.touch_statistics()
         else:
-            statistics = _public_statistics(counts, parts, *public_counts)
-        try:
-            report["predicted"] = predict(plan, statistics).to_dict()
-        except UnsupportedError as error:  # a mechanism of the user's own
-            report["not_predicted"] = str(error)
+            statistics = _public_statistics(counts, parts, public_counts)
+        with progress("predicting rows", 0):
+            try:
+                if plan.mechanism.looks_at == "release":
+                    plan = find_auto_threshold(plan, statistics)  # about what the release will give
+                predicted = predict(plan, statistics)
+                report["predicted"] = predicted.to_dict()
+                report["concerns"] += concerns.of_prediction(plan, predicted, statistics)
+            except UnsupportedError as error:  # a mechanism of the user's own
+                report["not_predicted"] = str(error)
         if reduction is not None:
             gradient_size = dense_size / reduction
         if gradient_size is not None:
-            report["suggested"] = _suggested(plan, statistics, gradient_size)
-    elif not (public_counts is None and gradient_size is None and reduction is None):
-        raise ConfigError("--counts, --gradient-size and --reduction are about tables; this run trains none")
+            with progress("looking for the threshold", 0):
+                report["suggested"] = _suggested(plan, statistics, gradient_size)
+        if processes is not None:
+            with progress("placing tables", 0):
+                report["several_processes"] = sharding_report(processes, config, parts, statistics, activations)
+    elif not (public_counts is None and gradient_size is None and reduction is None and processes is None):
+        raise ConfigError("--counts, --gradient-size, --reduction and --nproc are about tables; this run trains none")
+    report["mechanism"] = plan.mechanism.to_dict()
     # The model is thrown away, so that the steps that are measured spend nobody's budget.
     if measure:
-        report["measured"] = _measured(parts)
+        with concerns.without_warnings():
+            report["measured"], steps_taken = measured(parts, progress)
+        report["concerns"] += concerns.of_first_steps(plan, steps_taken) if steps_taken else []
     trained = sum(map(_bytes, sizes.values()))
     table_bytes = sum(table["bytes"] for table in report["tables"])
     other_bytes = sum(map(_bytes, model.parameters())) - table_bytes
@@ -120,24 +141,41 @@ def plan_report(
     return report
 
 
-def _measured(parts: Prepared) -> dict[str, Any]:
-    """What some steps took and did, without the first ones, which make buffers and compile."""
+def _load(config: Config, progress: Progress) -> Data:
+    read = 0
+    with progress("reading the data", 0) as advance:
+
+        def rows_read(rows: int) -> None:
+            nonlocal read
+            advance(rows - read)
+            read = rows
+
+        return load_data(config, rows_read)
+
+
+def measured(parts: Prepared, progress: Progress = no_progress) -> tuple[dict[str, Any], list[StepReport]]:
+    """What some steps took and did, without the first ones, which make buffers and compile; and their reports.
+
+    There is no report of a step without units.
+    """
     started = time.monotonic()
     parts.engine.prepare()
     preparation = time.monotonic() - started
     taken: list[Step] = []
     clock = [time.process_time()]
-    for step in steps_of_epoch(parts):
-        taken.append(step)
-        clock.append(time.process_time())
-        enough = len(taken) >= _WARM_UP + _FEWEST and time.monotonic() - started - preparation > _SECONDS
-        if enough or len(taken) == _WARM_UP + _MEASURED:
-            break
+    with progress("taking steps to measure their time", _WARM_UP + _MEASURED) as advance:
+        for step in steps_of_epoch(parts):
+            taken.append(step)
+            clock.append(time.process_time())
+            advance(1)
+            enough = len(taken) > 1 and time.monotonic() - started - preparation > _SECONDS
+            if enough or len(taken) == _WARM_UP + _MEASURED:
+                break
     taken = taken[_WARM_UP:] or taken[-1:]
     reports = [step.report for step in taken]
     seconds = [step.seconds for step in taken]
     busy = [after - before for before, after in pairwise(clock[-len(taken) - 1 :])]
-    return {
+    numbers = {
         "steps": len(taken),
         "seconds_per_step": median(seconds),
         "fastest_seconds_per_step": min(seconds),
@@ -149,40 +187,12 @@ def _measured(parts: Prepared) -> dict[str, Any]:
         "rows_false": mean(sum(table.rows_false for table in report.tables.values()) for report in reports),
         "gradient_size": mean(report.gradient_size for report in reports),
     }
+    return numbers, [report for report in reports if report.units]
 
 
-def _read_counts(path: Path) -> tuple[dict[str, Any], float]:
-    """The counts of each table in the file, and the number of units that were counted."""
-    if path.suffix not in _COUNT_READERS:
-        raise ConfigError(f"--counts {path}: expected a .npz, .pt or .json file")
+def _public_statistics(path: Path | None, parts: Prepared, public: PublicCounts) -> TouchStatistics:
     try:
-        content = _COUNT_READERS[path.suffix](path)
-    except OSError:
-        raise
-    except Exception as error:  # each reader has errors of its own
-        raise ConfigError(f"--counts {path} cannot be read: {one_line(error)}") from error
-    if not isinstance(content, dict) or "units" not in content:
-        raise ConfigError(
-            f"--counts {path}: expected, beside each table's counts, the number of counted units as 'units'"
-        )
-    return {name: values for name, values in content.items() if name != "units"}, float(content["units"])
-
-
-def _read_npz(path: Path) -> dict[str, Any]:
-    with np.load(path) as arrays:
-        return dict(arrays)
-
-
-_COUNT_READERS: dict[str, Callable[[Path], Any]] = {
-    ".npz": _read_npz,
-    ".pt": lambda path: torch.load(path, map_location="cpu", weights_only=True),
-    ".json": lambda path: json.loads(path.read_text()),
-}
-
-
-def _public_statistics(path: Path | None, parts: Prepared, counts: dict[str, Any], units: float) -> TouchStatistics:
-    try:
-        return parts.engine.touch_statistics(counts, units)
+        return parts.engine.touch_statistics(public.counts, public.units)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"--counts {path}: {error}") from error
 

@@ -13,17 +13,24 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
+from sparsedp.advice import NOTE_OF_DATA
 from sparsedp.cli.collate import SequenceCollate
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data, RowsRead
 from sparsedp.cli.config.losses import SEQUENCE_LOSSES, Loss
+from sparsedp.cli.processes import ALONE, Processes
 from sparsedp.cli.progress import draw_progress
 from sparsedp.data import LabelCollate
+from sparsedp.distributed import shard_tables
+from sparsedp.distributed.on_disk import take_from_disk
 from sparsedp.engine import PrivacyEngine
-from sparsedp.errors import ConfigError
+from sparsedp.errors import ConfigError, UnsupportedError, refuse_labels
+from sparsedp.frequencies import FrequencyRelease
+from sparsedp.mechanisms import Mechanism
 from sparsedp.models import DPFormer
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.plan import PrivacyPlan, default_delta, require_delta
+from sparsedp.progress import Progress, no_progress
 from sparsedp.sampling import PrivateLoader, Stream
 from sparsedp.settings import setting_names
 from sparsedp.tables import find_tables
@@ -42,6 +49,7 @@ class Prepared:
     data: Data
     steps: int  # of the run in all
     delta: float
+    processes: Processes = ALONE
 
     @property
     def steps_taken(self) -> int:
@@ -53,9 +61,28 @@ class Prepared:
         return self.steps_taken == self.steps
 
 
-def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
-    """Plans the run, calibrating the noise if the configuration asks for an epsilon."""
+def prepare(
+    config: Config,
+    data: Data,
+    model: nn.Module,
+    progress: Progress = draw_progress,
+    processes: Processes = ALONE,
+    *,
+    mechanism: Mechanism | None = None,
+    release: FrequencyRelease | None = None,
+) -> Prepared:
+    """Plans the run, calibrating the noise if the configuration asks for an epsilon. `progress` is told of what takes long.
+
+    Of several processes, each keeps its part of the model's tables, if the configuration divides them. `mechanism` and
+    `release` take the place of the configuration's own.
+    """
     training, privacy = config.training, config.privacy
+    if processes.several:
+        try:
+            shard_tables(model, config.distributed.sharding)
+        except UnsupportedError as error:
+            raise ConfigError(f"distributed.sharding: {config.distributed.sharding}: {error}") from error
+        take_from_disk(model)
     loader = DataLoader(
         data.training,
         batch_size=training.batch_size,
@@ -69,7 +96,8 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
         training.seed,
         allow_large_delta=privacy.allow_large_delta,
         ledger_key=privacy.ledger_key,
-        progress=draw_progress,
+        progress=progress if processes.is_first else no_progress,
+        rank_timeout=config.distributed.rank_timeout,
     )
     units = _units(config, data)
     delta = default_delta(units) if privacy.target_delta is None else privacy.target_delta
@@ -81,10 +109,10 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
         "module": model,
         "optimizer": config.optimizer.make(model),
         "data_loader": loader,
-        "mechanism": config.make_mechanism(),
+        "mechanism": mechanism or config.make_mechanism(),
         "max_physical_batch": training.max_physical_batch,
         "stream": make_stream(config, data),
-        "frequencies": privacy.make_release(),
+        "frequencies": release or privacy.make_release(),
     }
     if privacy.target_epsilon is not None:
         model, optimizer, private = engine.make_private_with_epsilon(
@@ -93,14 +121,33 @@ def prepare(config: Config, data: Data, model: nn.Module) -> Prepared:
     else:
         assert config.noise_multiplier is not None
         model, optimizer, private = engine.make_private(noise_multiplier=config.noise_multiplier, **common)
+    if privacy.chosen_on_data:
+        engine.add_note(NOTE_OF_DATA)
     if data.vocabulary_is_private:
         engine.add_note("The vocabulary, which was counted on the private data without noise.")
+    for note in data.notes:
+        engine.add_note(note)
     if (unit_is := getattr(data.training, "unit_is", None)) is not None:
         engine.describe_unit(unit_is)
     tell_noise(config, model, data.training, engine.plan)
     steps = training.epochs * private.steps_per_epoch
     scheduler = LambdaLR(optimizer, config.optimizer.scheduler.shares(steps))
-    return Prepared(engine, model, optimizer, private, scheduler, config.make_loss(), data, steps, delta)
+    return Prepared(engine, model, optimizer, private, scheduler, config.make_loss(), data, steps, delta, processes)
+
+
+def refuse_together(config: Config) -> None:
+    """What several processes cannot train, with what to change."""
+    divided = config.distributed.sharding != "data_parallel"
+    if config.make_mechanism().noise_waits and not divided:
+        raise ConfigError(
+            "distributed.sharding: with data_parallel every process has all tables whole, and lazydp settles a row where it is "
+            "read, of which the others would not hear. Choose row_wise, table_wise or column_wise"
+        )
+    if divided and config.loss == "softmax":
+        raise ConfigError(
+            "loss: softmax compares with all rows of a table in every step, and here they are divided among the processes. "
+            "Choose sampled_softmax or binary_candidates with training.negatives, or distributed.sharding=data_parallel"
+        )
 
 
 def _units(config: Config, data: Data) -> int:
@@ -111,7 +158,8 @@ def _units(config: Config, data: Data) -> int:
     if users is None:
         raise ConfigError(
             "privacy.unit: user needs to know whose each example is. A generated log has users with data.users, a click log "
-            "with data.user_column; a data set of your own needs an attribute `users`, a whole number for each example"
+            "with data.user_column, a table with data.user; a data set of your own needs an attribute `users`, a whole number "
+            "for each example"
         )
     return len(np.unique(users))
 
@@ -131,14 +179,16 @@ def load_data(config: Config, progress: RowsRead | None = None) -> Data:
     return config.data.load(config.code, progress)
 
 
-def with_collate(config: Config, data: Data) -> Data:
+def with_collate(config: Config, data: Data, processes: Processes = ALONE) -> Data:
     """The data with batches as the loss wants them, with what is drawn for them: labels and negatives."""
     named = config.loss in SEQUENCE_LOSSES
     if not named and not isinstance(data.collate, LabelCollate):
         return data
     if not hasattr(data.training, "items"):
         raise ConfigError(f"loss: {config.loss} is for sequences; this data set has no attribute items")
-    return replace(data, collate=SequenceCollate(config.training, data.training.items, data.collate, named))
+    return replace(
+        data, collate=SequenceCollate(config.training, data.training.items, data.collate, named, processes.rank)
+    )
 
 
 def make_stream(config: Config, data: Data) -> Stream | None:
@@ -156,7 +206,7 @@ def make_stream(config: Config, data: Data) -> Stream | None:
     stream = Stream(periods, config.stream.composition, config.stream.span)
     held_out = getattr(data.held_out, "periods", None)
     last = int(stream.periods.max())
-    if held_out is not None and (first := int(np.min(held_out))) <= last:
+    if held_out is not None and (first := int(np.asarray(held_out).min())) <= last:
         raise ConfigError(
             f"data.held_out: period {first} is held out, and the stream trains on periods up to {last}. A stream "
             f"is evaluated on later periods: hold out the last ones whole, as in data.held_out=[{last}]"
@@ -209,10 +259,15 @@ def tell_noise(config: Config, model: nn.Module, training: Any, plan: PrivacyPla
 
 
 def release_frequencies(config: Config, model: nn.Module, engine: PrivacyEngine) -> None:
-    """Once in a run, if it is planned. A run that is resumed has what was released in its checkpoint."""
-    if config.privacy.frequencies is not None and not engine.ledger.setups(None):
-        assert isinstance(model, DPFormer)
+    """Once in a run, if it is planned. A run that is resumed has what was released in its checkpoint.
+
+    What is decided by it, such as AdaFEST's threshold, is decided then.
+    """
+    if config.privacy.frequencies is None:
+        return
+    if not engine.ledger.setups(None) and isinstance(model, DPFormer) and config.model.has_reattention:
         model.estimate_errors(engine)
+    engine.prepare()
 
 
 def forward(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, Any, Tensor]:
@@ -222,7 +277,11 @@ def forward(model: nn.Module, loss: Loss, batch: Any) -> tuple[Any, Any, Tensor]
     else:
         *inputs, target = batch
         output = model(*inputs)
-    return output, target, loss(output, target)
+    try:
+        return output, target, loss(output, target)
+    except RuntimeError as error:
+        refuse_labels(target, error)
+        raise
 
 
 def model_bytes(model: nn.Module) -> int:

@@ -113,7 +113,7 @@ def draw_progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
     """A `sparsedp.progress.Progress`: a bar on the error stream while a task lasts, if that is a terminal."""
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
+        task = bar.add_task(title, total=total or None)
         yield lambda count: bar.advance(task, count)
 
 

@@ -31,6 +31,8 @@ class Totals:
     clipped_share: float = 0.0
     kept_mass: float = 0.0
     share_steps: int = 0
+    parts: dict[str, float] = field(default_factory=dict)  # seconds of each part of a run, by its name
+    peak_memory: int | None = None  # bytes
 
     def add(self, report: StepReport, seconds: float) -> None:
         self.steps += 1
@@ -57,6 +59,7 @@ class RunResult:
     planted_auc: float | None = None
     tables_frozen: bool = False
     extra: dict[str, Any] = field(default_factory=dict)  # what the caller of the run measured at its end
+    diverged: bool = False  # whether the trained model is of no use, as weights or losses have grown beyond all bounds
     evaluation: str = "not yet"  # done, not yet, nothing is held out, or failed: and why
 
     @property
@@ -101,6 +104,8 @@ class RunResult:
             "seconds": self.totals.seconds,
             "training_seconds": self.totals.training_seconds,
             "examples_per_second": self.examples_per_second,
+            "seconds_of_parts": self.totals.parts,
+            "peak_memory_bytes": self.totals.peak_memory,
             **self.extra,
         }
 
@@ -139,6 +144,7 @@ class RunResult:
         lines.append(("time", f"{self.totals.seconds:.1f} s, of which {self.totals.training_seconds:.1f} s in steps"))
         lines.append(("speed", f"{self.examples_per_second:,.0f} examples/s over {self.totals.steps:,} steps"))
         lines.append(("run folder", str(self.run_dir)))
+        lines.append(("report", f"sparsedp report {self.run_dir} writes one"))
         if self.finished:
             lines.append(("may leave", f"{self.run_dir}/release alone; sparsedp export {self.run_dir} copies it"))
         return lines
@@ -151,16 +157,21 @@ def metric_lines(metrics: dict[str, Any], planted_auc: float | None) -> list[tup
         planted = "" if planted_auc is None else f"; {planted_auc:.4f} for the model that drew the clicks"
         lines.append(("AUC, held out", f"{metrics['auc']:.4f} (0.5 for guessing{planted})"))
         lines.append(("log loss, held out", f"{metrics['log_loss']:.4f}"))
-    rankings = [name for name in metrics if re.fullmatch(r"(ndcg|hit|precision|recall)@\d+", name)]
+    if "calibration_ratio" in metrics:
+        error = f"1 is right; calibration error {metrics['calibration_error']:.4f}"
+        lines.append(("positives expected per positive", f"{metrics['calibration_ratio']:.4f} ({error})"))
+    rankings = [name for name in metrics if re.fullmatch(r"(ndcg|hit|precision|recall)@\d+|mrr", name)]
     for name in rankings:
         baselines = {"popularity": "the most popular items", "planted": "the model that drew the sequences"}
         values = {text: metrics.get(f"{key}_{name}") for key, text in baselines.items()}
         others = "; ".join(f"{value:.4f} for {text}" for text, value in values.items() if value is not None)
         shown = f"{metrics[name]:.4f}" + (f" ({others})" if others else "")
-        title = name.upper() if name.startswith(("ndcg", "hit")) else name
+        title = name.upper() if name.startswith(("ndcg", "hit", "mrr")) else name
         lines.append((f"{title}, held out", shown))
     if "loss" in metrics:
         lines.append(("loss, held out", f"{metrics['loss']:.4f}"))
+    if "mse" in metrics:
+        lines.append(("mean squared error, held out", f"{metrics['mse']:.4f}"))
     periods = metrics.get("periods", {})
     for period, of_period in periods.items() if len(periods) > 1 else ():
         name = "auc" if "auc" in of_period else "loss"

@@ -22,6 +22,8 @@ MAY_CHANGE = {
     "training.log_every",
     "training.check",
     "stream.evaluate_next",
+    "callbacks",
+    "distributed",
 }
 
 

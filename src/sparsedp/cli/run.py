@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from sparsedp.check import CheckReport, check
 from sparsedp.cli.canaries import insert_canaries
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data
+from sparsedp.cli.evaluation import name_the_row
 from sparsedp.cli.files import require_space
 from sparsedp.cli.prepare import (
     Prepared,
@@ -24,13 +25,19 @@ from sparsedp.cli.prepare import (
     make_model,
     model_bytes,
     prepare,
+    refuse_together,
     with_collate,
 )
+from sparsedp.cli.processes import ALONE, Processes
 from sparsedp.cli.progress import Reporter, every_few_seconds
 from sparsedp.cli.result import RunResult
-from sparsedp.cli.runfolder import RunFolder, refuse_used_folder
+from sparsedp.cli.runfolder import FolderOfFirst, RunFolder, refuse_used_folder
 from sparsedp.cli.signals import stop_on_signals
+from sparsedp.cli.stopwatch import Stopwatch
 from sparsedp.cli.training import Training
+from sparsedp.cli.warnings_of_run import WarningsOfRun
+from sparsedp.distributed.on_disk import large_tensors_on_disk
+from sparsedp.errors import DataError, NonFiniteGradientError
 from sparsedp.sampling import is_repeatable
 
 # Examples that `sparsedp.check` looks at, and how many of them one by one.
@@ -48,6 +55,7 @@ def run_training(
     data: Data | None = None,
     canaries: CanaryPlan | None = None,
     keep_model: bool = True,
+    processes: Processes = ALONE,
     at_end: Callable[[Prepared], dict[str, Any]] = lambda parts: {},
 ) -> RunResult:
     """Runs a configuration to its end, or until `should_stop(step)` or, with `on_signals`, Ctrl-C or SIGTERM.
@@ -55,28 +63,39 @@ def run_training(
     With `resume` it goes on from the checkpoint in `run_dir`; otherwise `run_dir` must be new or empty. `data` is what
     `load_data` gave for this configuration, if it was called before. `canaries` are inserted into them, for an audit; a run
     that is resumed has those that it was started with. Without `keep_model` neither weights nor checkpoints are written, so
-    that the run cannot be resumed. What `at_end` returns joins the result.
+    that the run cannot be resumed. What `at_end` returns joins the result. Of several `processes`, each calls it.
     """
     started = time.monotonic()
     reporter = reporter or Reporter()
+    watch, warned = Stopwatch(), WarningsOfRun()
     with ExitStack() as open_until_the_end:
         enter = open_until_the_end.enter_context
+        enter(warned)
         folder: RunFolder | None = None
         if resume:
             assert run_dir is not None
-            folder = enter(RunFolder.open(run_dir))  # before data are read: another command may be at work in it
+            # Before data are read: another command may be at work in it.
+            folder = enter(RunFolder.open(run_dir)) if processes.is_first else FolderOfFirst(run_dir)
             canaries = folder.read_canaries()
-        elif run_dir is not None:
+        elif run_dir is not None and processes.is_first:
             refuse_used_folder(run_dir)
         limit_threads(config)
         config.make_mechanism()  # what it refuses is refused before any data is read
-        data = with_collate(config, load_with_progress(config, reporter) if data is None else data)
+        if processes.several:
+            refuse_together(config)
+        with watch("data"):
+            if data is None:
+                data = processes.in_turns(lambda: load_with_progress(config, reporter))
+            data = with_collate(config, data, processes)
         if canaries is not None:
             data = insert_canaries(config, data, canaries)
             reporter.say(f"Canaries: {canaries.insertions:,} examples inserted for an audit ({canaries.audit})")
-        model = make_model(config, data.training)
-        checked = _check(config, model, data, reporter) if config.training.check else None
-        prepared = prepare(config, data, model)
+        with _room_for_tables(config, run_dir, processes):
+            model = make_model(config, data.training)
+        with watch("check"), _naming_rows(config, model, data, processes):
+            checked = _check(config, model, data, reporter, processes) if config.training.check else None
+        with watch("plan"):
+            prepared = prepare(config, data, model, processes=processes)
         if checked is not None:
             prepared.engine.add_check(checked)
         if canaries is not None:
@@ -84,21 +103,48 @@ def run_training(
                 f"{canaries.insertions} canaries, inserted for an audit ({canaries.audit}): this model is for the audit alone."
             )
         _describe(prepared, reporter)
-        if keep_model:
+        if keep_model and processes.is_first:
             _require_space(config, model, run_dir, resume)
-        if folder is None:
+        if folder is None and processes.is_first:
             folder = enter(RunFolder.create(run_dir, config, prepared.engine.plan, canaries))
-        signals = enter(stop_on_signals()) if on_signals else None
-        training = Training(config, prepared, folder, reporter, started, keep_model, at_end, signals)
+        path = processes.from_first(None if folder is None else folder.path)
+        folder = FolderOfFirst(path) if folder is None else folder
+        signals = enter(stop_on_signals(tells=processes.is_first)) if on_signals else None
+        training = Training(config, prepared, folder, reporter, started, keep_model, at_end, signals, watch)
         if resume:
             training.restore()
             folder.write_config(config)
+        warned.write_to(lambda text: folder.log({"kind": "warning", "step": training.step, "message": text}))
         reporter.say(f"Run folder: {folder.path}")
-        return training.run(lambda step: (signals is not None and signals()) or should_stop(step))
+        with _naming_rows(config, model, data, processes):
+            return training.run(lambda step: processes.any((signals is not None and signals()) or should_stop(step)))
 
 
-def _check(config: Config, model: nn.Module, data: Data, reporter: Reporter) -> CheckReport:
-    """`sparsedp.check` on a few examples."""
+@contextmanager
+def _naming_rows(config: Config, model: nn.Module, data: Data, processes: Processes) -> Iterator[None]:
+    """Lets errors of ids and labels name the row of the training set; one process alone can look for it."""
+    try:
+        yield
+    except (DataError, NonFiniteGradientError):
+        if not processes.several:
+            name_the_row(config, model, config.make_loss(), data)
+        raise
+
+
+def _room_for_tables(config: Config, run_dir: Path | None, processes: Processes) -> AbstractContextManager[None]:
+    """For making tables that several processes then divide: whole ones need not fit into memory."""
+    if not processes.several or config.distributed.sharding == "data_parallel":
+        return nullcontext()
+    wanted = (run_dir or Path("runs")).absolute()
+    return large_tensors_on_disk(next(path for path in (wanted, *wanted.parents) if path.is_dir()))
+
+
+def _check(config: Config, model: nn.Module, data: Data, reporter: Reporter, processes: Processes) -> CheckReport:
+    """`sparsedp.check` on a few examples; of several processes the first does it, for all."""
+    return processes.from_first(_checked(config, model, data, reporter) if processes.is_first else None)
+
+
+def _checked(config: Config, model: nn.Module, data: Data, reporter: Reporter) -> CheckReport:
     options: dict[str, Any] = {"units": _CHECK_UNITS, "loss_reduction": config.privacy.loss_reduction}
     if is_repeatable(data.training, data.collate):
         options["data_loader"] = DataLoader(data.training, batch_size=_CHECK_BATCH, collate_fn=data.collate)

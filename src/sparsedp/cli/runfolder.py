@@ -3,18 +3,23 @@
 release/
   config.yaml      the configuration, without what describes the private data, the machine or the randomness
   plan.json        the privacy plan: sampling, clipping, mechanism, noise
+  environment.json the day, and versions of what it was made with
   model.pt         the weights alone, under the module's own names
   frequencies.pt   rows' frequencies, if they were released
   statement.json   what may be promised about these; the same as text in statement.txt. Written last
+  report.html      by `sparsedp report --public`, and README.md, a model card, by `--markdown`: made of the files above alone
 private/
   README.txt       says that nothing here is for release
   config.yaml      the configuration, with every default written out
   code.json        which files the code came from that the configuration names
+  provenance.json  the machine, the data's files and their digests, and when the run was at work
   canaries.json    of a run for an audit: which canaries were inserted, and the key that they were drawn from
   metrics.jsonl    one JSON object per logged step and per evaluation
   checkpoint.pt    what a run is resumed from; `torch.load` finds the weights under "model"
+  checkpoint/      the same of several processes, each with its files
   totals.json      sums over the steps of the checkpoint, and its last evaluation
   result.json      what the closing table shows
+  report.html      by `sparsedp report`
 
 The command line's documentation says of each file why it is where it is.
 """
@@ -24,12 +29,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
+from io import BytesIO
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -38,18 +44,24 @@ from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.load import dump_config, find_config, load_config
 from sparsedp.cli.config.trust import Code, digest
 from sparsedp.cli.files import locked, remove_unfinished, write_file, write_text
+from sparsedp.cli.provenance import ended, environment, provenance, session
+from sparsedp.distributed.checkpoint import STATE
 from sparsedp.errors import ConfigError, SparseDPError, one_line
 from sparsedp.plan import PrivacyPlan
 from sparsedp.statement import PrivacyStatement
 
-RELEASED = ("config.yaml", "plan.json", "model.pt", "frequencies.pt", "statement.txt", "statement.json")
+RELEASED = (
+    "config.yaml", "plan.json", "environment.json", "model.pt", "frequencies.pt", "statement.txt", "statement.json",
+    "report.html", "README.md",
+)  # fmt: skip
 _PRIVATE = (
-    "README.txt", "config.yaml", "code.json", "canaries.json", "metrics.jsonl", "checkpoint.pt", "totals.json", "result.json",
+    "README.txt", "config.yaml", "code.json", "canaries.json", "provenance.json", "metrics.jsonl", "checkpoint.pt",
+    "totals.json", "result.json", "report.html", "model_card.md",
 )  # fmt: skip
 # What the released configuration leaves out: where the data are, what the user's own code was told about them, and seeds.
 _LEFT_OUT = (
     "data.paths", "data.path", "data.cache_dir", "data.user_column", "data.vocabulary.path", "data.options",
-    "model.frequencies", "training.seed", "training.init_seed",
+    "model.frequencies", "training.seed", "training.init_seed", "privacy.counts", "privacy.frequencies.drawn",
 )  # fmt: skip
 
 _README = """\
@@ -68,9 +80,10 @@ class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.release, self.private = path / "release", path / "private"
-        self.checkpoint = self.private / "checkpoint.pt"
+        self._checkpoints = {False: self.private / "checkpoint.pt", True: self.private / "checkpoint"}
         self.weights = self.release / "model.pt"
         self._metrics = self.private / "metrics.jsonl"
+        self.listen: Callable[[dict[str, Any]], None] = lambda row: None  # called with each row of the metrics
 
     @staticmethod
     @contextmanager
@@ -88,7 +101,9 @@ class RunFolder:
             remove_unfinished(folder.release, RELEASED)
             write_text(folder.private / "README.txt", _README)
             write_text(folder.private / "code.json", _json(_code_of(config), indent=2) + "\n")
-            write_text(folder.release / "plan.json", _json(plan.to_dict(), indent=2))
+            write_text(folder.private / "provenance.json", _json(provenance(config), indent=2) + "\n")
+            write_text(folder.release / "environment.json", _json(environment(), indent=2) + "\n")
+            folder.write_plan(plan)
             if canaries is not None:
                 write_text(folder.private / "canaries.json", _json(canaries.to_dict()) + "\n")
             folder.write_config(config)
@@ -128,6 +143,9 @@ class RunFolder:
         wanted = load_config(path if source is None else source, overrides, code=allowed)
         return load_config(path, code=allowed), wanted
 
+    def write_plan(self, plan: PrivacyPlan) -> None:
+        write_text(self.release / "plan.json", _json(plan.to_dict(), indent=2))
+
     def write_config(self, config: Config) -> None:
         """First the one that may leave: with the other, the folder is one of a run."""
         values, removed = config.to_dict(), []
@@ -149,6 +167,24 @@ class RunFolder:
     def log(self, row: dict[str, Any]) -> None:
         with self._metrics.open("a") as file:
             file.write(_json(row) + "\n")
+        self.listen(row)
+
+    def begin_session(self, step: int) -> None:
+        """Notes that the run is at work from now on, from this step."""
+        self._write_sessions([*self._sessions(), session(step)])
+
+    def end_session(self, step: int) -> None:
+        *earlier, last = self._sessions()
+        self._write_sessions([*earlier, ended(last, step)])
+
+    def _sessions(self) -> list[dict[str, Any]]:
+        sessions = _mapping(self._read("provenance.json", {})).get("sessions")
+        return sessions if isinstance(sessions, list) else []
+
+    def _write_sessions(self, sessions: list[dict[str, Any]]) -> None:
+        """The folder of a run from before there was this file gets none of the rest."""
+        values = {**_mapping(self._read("provenance.json", {})), "sessions": sessions}
+        write_text(self.private / "provenance.json", _json(values, indent=2) + "\n")
 
     def forget_after(self, step: int, evaluated: bool = True) -> None:
         """Drops the metrics of steps that a resumed run takes again, and a line that a kill cut short.
@@ -210,6 +246,28 @@ class RunFolder:
     def read_result(self) -> dict[str, Any] | None:
         return self._read("result.json", None)
 
+    # ------------------------------------------------------------------ checkpoints
+
+    @property
+    def checkpoint(self) -> Path:
+        """What the run is resumed from, of one process or of several: where both are there, the later one."""
+        return max(self._checkpoints.values(), key=_written)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        return _written(self.checkpoint) > 0
+
+    def place_of_checkpoint(self, of_several: bool) -> Path:
+        return self._checkpoints[of_several]
+
+    def keep_checkpoint(self, of_several: bool) -> None:
+        """Removes the one that another number of processes wrote before."""
+        other = self._checkpoints[not of_several]
+        if other.is_dir():
+            shutil.rmtree(other)
+        else:
+            other.unlink(missing_ok=True)
+
     # ------------------------------------------------------------------ release
 
     @property
@@ -218,19 +276,25 @@ class RunFolder:
         return (self.release / "statement.json").is_file()
 
     def write_release(
-        self, weights: dict[str, Any], frequencies: dict[str, Any] | None, statement: PrivacyStatement
+        self,
+        write_weights: Callable[[IO[bytes]], object],
+        frequencies: dict[str, Any] | None,
+        statement: PrivacyStatement,
     ) -> None:
         """`model.load_state_dict(torch.load("model.pt"))` is how a user takes the weights."""
         self.withdraw_release()
-        write_file(self.weights, lambda file: torch.save(weights, file))
+        write_file(self.weights, write_weights)
         if frequencies is not None:
             write_file(self.release / "frequencies.pt", lambda file: torch.save(frequencies, file))
+        self.write_statement(statement)
+
+    def write_statement(self, statement: PrivacyStatement) -> None:
         write_text(self.release / "statement.txt", f"{statement}\n")
         write_text(self.release / "statement.json", statement.to_json() + "\n")
 
     def withdraw_release(self) -> None:
         """Takes back what the end of a run wrote, the statement first: it must not stand without its model."""
-        for name in ("statement.json", "statement.txt", "frequencies.pt", "model.pt"):
+        for name in ("statement.json", "statement.txt", "report.html", "README.md", "frequencies.pt", "model.pt"):
             (self.release / name).unlink(missing_ok=True)
 
     def _read(self, name: str, otherwise: Any) -> Any:
@@ -243,6 +307,51 @@ class RunFolder:
             raise SparseDPError(f"{path} is damaged: {error}") from error
 
 
+class FolderOfFirst(RunFolder):
+    """The folder as the other processes see it that work for one run: the first of them writes, and they do not."""
+
+    def log(self, row: dict[str, Any]) -> None:
+        return
+
+    def begin_session(self, step: int) -> None:
+        return
+
+    def end_session(self, step: int) -> None:
+        return
+
+    def forget_after(self, step: int, evaluated: bool = True) -> None:
+        return
+
+    def write_config(self, config: Config) -> None:
+        return
+
+    def write_totals(self, totals: Mapping[int, dict[str, Any]], checkpoint: int | None) -> None:
+        return
+
+    def write_result(self, result: dict[str, Any]) -> None:
+        return
+
+    def keep_checkpoint(self, of_several: bool) -> None:
+        return
+
+    def withdraw_release(self) -> None:
+        return
+
+    def write_release(
+        self,
+        write_weights: Callable[[IO[bytes]], object],
+        frequencies: dict[str, Any] | None,
+        statement: PrivacyStatement,
+    ) -> None:
+        write_weights(BytesIO())  # which sends the first process what is here
+
+
+def _written(checkpoint: Path) -> float:
+    """When a checkpoint was written; 0 if there is none."""
+    last = checkpoint / STATE if checkpoint.is_dir() else checkpoint
+    return last.stat().st_mtime if last.is_file() else 0.0
+
+
 def require_run_folder(path: Path) -> None:
     if not (path / "private" / "config.yaml").is_file():
         raise ConfigError(f"{path} is not the folder of a run: it has no private/config.yaml")
@@ -250,7 +359,10 @@ def require_run_folder(path: Path) -> None:
 
 def refuse_used_folder(path: Path) -> None:
     """A folder that a run began to make, and did not get to its own configuration, counts as new."""
-    begun = {"private": {"README.txt", "code.json", "canaries.json"}, "release": {"config.yaml", "plan.json"}}
+    begun = {
+        "private": {"README.txt", "code.json", "canaries.json", "provenance.json"},
+        "release": {"config.yaml", "plan.json", "environment.json"},
+    }
     if path.is_dir():
         entries = {entry.relative_to(path) for entry in path.rglob("*")}
         new = {Path(part) for part in begun} | {Path(part, name) for part, names in begun.items() for name in names}
@@ -273,24 +385,31 @@ def _code_of(config: Config) -> dict[str, Any]:
     }
 
 
-def copy_release(folder: RunFolder, target: Path) -> list[str]:
-    """Copies what may leave into `target`, all of it or nothing; returns the names of the files."""
-    names = [name for name in RELEASED if (folder.release / name).is_file()]
+def copy_release(
+    folder: RunFolder, target: Path, without: Sequence[str] = (), add: Callable[[Path], object] = lambda folder: None
+) -> list[str]:
+    """Copies what may leave into `target`, all of it or nothing; returns the names of the files.
+
+    The files `without` stay, and `add` puts others beside the rest.
+    """
+    names = [name for name in RELEASED if name not in without and (folder.release / name).is_file()]
     temporary = target.with_name(f".{target.name}.part")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         temporary.mkdir(parents=True)
-        for name in names:
+        for name in RELEASED:
             if (folder.release / name).is_symlink():
                 raise SparseDPError(f"{folder.release / name} is a link. A release holds files alone.")
+        for name in names:
             shutil.copyfile(folder.release / name, temporary / name)
+        add(temporary)
         if target.is_dir():
             target.rmdir()
         temporary.replace(target)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return names
+    return sorted(path.name for path in target.iterdir())
 
 
 def default_path(name: str) -> Path:

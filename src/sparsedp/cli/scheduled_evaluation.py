@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import Subset
 
 from sparsedp.cli.config.config import Config
-from sparsedp.cli.evaluation import DivergedError, evaluate, evaluate_on
+from sparsedp.cli.evaluation import DivergedError, evaluate, evaluate_on, refuse_diverged
 from sparsedp.cli.prepare import Prepared
 from sparsedp.cli.progress import Reporter, evaluation_progress
 from sparsedp.cli.result import FAILED
@@ -29,6 +29,7 @@ class ScheduledEvaluation:
         self.evaluated = 0
         self.tried = 0  # the step after which the latest evaluation was tried, with success or not
         self.failure: str | None = None  # of the evaluation after the last step
+        self.diverged = False  # whether that is because training has diverged
         self._every = config.training.evaluate_every  # steps
         if config.training.evaluate_every_epochs is not None:
             self._every = config.training.evaluate_every_epochs * prepared.loader.steps_per_epoch
@@ -45,10 +46,10 @@ class ScheduledEvaluation:
 
     def status(self) -> str:
         """done, not yet, nothing is held out, or failed: and why."""
-        if self.parts.data.held_out is None:
-            return "nothing is held out"
         if self.failure is not None:
             return FAILED + self.failure
+        if self.parts.data.held_out is None:
+            return "nothing is held out"
         return "done" if self.evaluated == self.step else "not yet"
 
     def evaluate_if_due(self) -> None:
@@ -80,19 +81,27 @@ class ScheduledEvaluation:
         if self.evaluated == self.step:
             return
         try:
-            if self.signals is not None and self.signals():
+            if self.parts.processes.any(self.signals is not None and self.signals()):
                 raise KeyboardInterrupt
             with self._interruptible():
                 self._evaluate()
+            refuse_diverged(self.config, self.metrics)
         except KeyboardInterrupt:
             self.failure = "interrupted"
         except Exception as error:
             self._note_failure(error)
-            self.failure = one_line(error)
+            self.failure, self.diverged = one_line(error), isinstance(error, DivergedError)
+        name = _not_finite(self.parts)
+        if self.parts.processes.any(name is not None) and self.failure is None:
+            which = "A parameter" if name is None else f"Parameter '{name}'"  # of another process's part
+            self.failure = f"{which} is not finite: training has diverged. Lower optimizer.lr."
+            self.diverged = True
         self.tried = self.step
 
     def _interruptible(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.signals is None else self.signals.at_once()
+        if self.signals is None or self.parts.processes.several:  # all processes evaluate together, to the end
+            return nullcontext()
+        return self.signals.at_once()
 
     def _evaluate(self) -> None:
         held_out = self.parts.data.held_out
@@ -141,3 +150,11 @@ def _in_words(metrics: dict[str, Any]) -> str:
     """Of precision and recall at several k, those at 10: the file has them all."""
     shown = {name: v for name, v in metrics.items() if isinstance(v, float) and name.rpartition("@")[2] in (name, "10")}
     return "  ".join(f"{name.replace('_', ' ')} {v:.4f}" for name, v in shown.items())
+
+
+def _not_finite(parts: Prepared) -> str | None:
+    """The name of a parameter, or of this process's part of one, that holds NaN or infinity; None if there is none."""
+    model = parts.model
+    here = {n: t for n, t in (*model.named_parameters(), *model.named_buffers()) if not t.is_meta}
+    tensors = {**here, **parts.optimizer.parameters_by_name()}
+    return next((n for n, t in tensors.items() if t.is_floating_point() and not t.detach().isfinite().all()), None)

@@ -20,8 +20,10 @@ class StopRequests:
     the second.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tells: bool = True) -> None:
+        """`tells`: whether it says what a signal will do."""
         self.count = 0
+        self._tells = tells
         self._held = 0
         self._at_once = 0
         self._waiting = False
@@ -62,25 +64,25 @@ class StopRequests:
         self.count += 1
         name = signal.Signals(number).name
         if self.count == 1 and not self._at_once:
-            _say(f"\n{name}: stopping after this step; once more stops at once.\n")
+            self._say(f"\n{name}: stopping after this step; once more stops at once.\n")
             return
         if self.count < 3 and self._held:
             self._waiting = True
-            _say(f"\n{name}: waiting for the end of a write; once more stops in the middle of it.\n")
+            self._say(f"\n{name}: waiting for the end of a write; once more stops in the middle of it.\n")
             return
         if self.count >= 3:
             self.restore()
         raise KeyboardInterrupt
 
-
-def _say(text: str) -> None:
-    os.write(2, text.encode())  # not print(): the signal may have come in the middle of one
+    def _say(self, text: str) -> None:
+        if self._tells:
+            os.write(2, text.encode())  # not print(): the signal may have come in the middle of one
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequests]:
+def stop_on_signals(tells: bool = True) -> Iterator[StopRequests]:
     """Listens to signals in this block."""
-    requests = StopRequests()
+    requests = StopRequests(tells)
     requests.listen()
     try:
         yield requests

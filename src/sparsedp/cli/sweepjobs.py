@@ -76,7 +76,9 @@ def perform(job: Job, cache: DataCache, should_stop: Callable[[], bool]) -> Outc
             warnings.simplefilter("always", SparseDPWarning)
 
             def at_end(parts: Prepared) -> dict[str, Any]:
-                messages = {str(warning.message): None for warning in caught if warning.category is SparseDPWarning}
+                messages = {
+                    str(warning.message): None for warning in caught if issubclass(warning.category, SparseDPWarning)
+                }
                 return {**evaluate_halves(job.config, parts), "warnings": list(messages)}
 
             result = run_training(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,36 +16,23 @@ import torch
 from torch import Tensor
 
 from sparsedp.accounting.ledger import Entry
+from sparsedp.callbacks import SpentEpsilon
+from sparsedp.cli.callbacks import Callbacks
 from sparsedp.cli.collate import SequenceCollate
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.files import require_space
 from sparsedp.cli.loop import Step, steps_of_epoch
 from sparsedp.cli.prepare import Prepared, model_bytes, release_frequencies, tensor_bytes
 from sparsedp.cli.progress import Reporter, Status
+from sparsedp.cli.provenance import peak_memory
 from sparsedp.cli.result import RunResult, Totals
 from sparsedp.cli.resume import command_on_run
 from sparsedp.cli.runfolder import RunFolder
 from sparsedp.cli.scheduled_evaluation import ScheduledEvaluation
 from sparsedp.cli.signals import StopRequests
-from sparsedp.engine import PrivacyEngine
+from sparsedp.cli.stopwatch import Stopwatch
 from sparsedp.errors import one_line
 from sparsedp.tables import find_tables
-
-
-class _EpsilonSpent:
-    """The ledger's epsilon, computed so rarely that it does not slow training down."""
-
-    def __init__(self, engine: PrivacyEngine, delta: float) -> None:
-        self._engine, self._delta = engine, delta
-        self._value, self._next = 0.0, 0.0
-
-    def __call__(self, last: bool) -> float:
-        started = time.monotonic()
-        if last or started >= self._next:
-            self._value = self._engine.get_epsilon(self._delta)
-            took = time.monotonic() - started
-            self._next = started + max(0.5, 20 * took)
-        return self._value
 
 
 @dataclass(frozen=True)
@@ -71,19 +58,25 @@ class Training:
         keep_model: bool,
         at_end: Callable[[Prepared], dict[str, Any]],
         signals: StopRequests | None,
+        watch: Stopwatch,
     ) -> None:
         self.config, self.parts, self.folder, self.reporter = config, prepared, folder, reporter
+        self.watch = prepared.optimizer.stage = watch
         self.keep_model, self.at_end, self.signals = keep_model, at_end, signals
+        self.processes = prepared.processes
         self.totals = Totals()
         self.started = started
         self.earlier_seconds = 0.0  # of the runs that this one resumes
+        self.earlier_parts: dict[str, float] = {}
         self.evaluations = ScheduledEvaluation(config, prepared, folder, reporter, signals)
         self.saved: int | None = None  # the step of the checkpoint in the folder
         self._saving = False
         self._saved_totals: dict[int, dict[str, Any]] = {}
         self._last_save = time.monotonic()
-        self.epsilon_spent = _EpsilonSpent(prepared.engine, prepared.delta)
+        self.epsilon_spent = SpentEpsilon(lambda: prepared.engine.get_epsilon(prepared.delta))
         self._position = self._current_position()
+        self.callbacks = Callbacks(config, folder.path, reporter)
+        folder.listen = self.callbacks.note
 
     @property
     def step(self) -> int:
@@ -95,21 +88,35 @@ class Training:
         return self.parts.finished
 
     def run(self, should_stop: Callable[[int], bool]) -> RunResult:
+        self.folder.begin_session(self.step)
         try:
+            return self._run(should_stop)
+        finally:
+            self.callbacks.tell_steps(epsilon := self.epsilon_spent(now=True))
+            self.callbacks.tell_end(
+                {"public/epsilon": epsilon, "public/steps": self.step, "public/finished": self.finished}
+            )
+            with suppress(OSError):  # such as a full disk, of which the exception at hand tells
+                self.folder.end_session(self.step)
+
+    def _run(self, should_stop: Callable[[int], bool]) -> RunResult:
+        try:
+            self.callbacks.begin()
             self._train(should_stop)
             if self.saved != self.step:
                 self.save()
-            if self.finished and self.keep_model and not self.folder.is_released:
+            if self.finished and self.keep_model and not self.processes.from_first(self.folder.is_released):
                 self._release()
-        except BaseException:
-            self._save_after_error()
+        except BaseException as error:
+            self._save_after_error(error)
             raise
         result = self._result()
         if not self.finished:
             return result
         if self.keep_model:
             self.folder.write_result(result.to_dict())  # what an evaluation completes, this one or one later
-        self.evaluations.evaluate_at_end()
+        with self.watch("evaluation"):
+            self.evaluations.evaluate_at_end()
         failed = self.evaluations.failure is not None
         if not failed and self.keep_model:
             self._write_totals()
@@ -123,18 +130,23 @@ class Training:
     def _train(self, should_stop: Callable[[int], bool]) -> None:
         with self._held():
             release_frequencies(self.config, self.parts.model, self.parts.engine)
+            if self.parts.engine.plan.frequencies is not None:
+                self.folder.write_plan(self.parts.engine.plan)  # with what was found on the release
             self._position = self._current_position()
         self.reporter.begin(self.step, self.parts.steps)
         try:
             if self.step:
                 self.evaluations.evaluate_if_due()  # what a run that is resumed had not come to
             while not self.finished and not should_stop(self.step):
-                for _ in steps_of_epoch(self.parts, self._held, self._completed):
-                    self.evaluations.evaluate_if_due()
+                for _ in steps_of_epoch(self.parts, self._held, self._completed, self.watch):
+                    with self.watch("evaluation"):
+                        self.evaluations.evaluate_if_due()
+                    self.callbacks.tell_steps(self.epsilon_spent())
                     if should_stop(self.step):
                         return
                     if self._checkpoint_is_due():
                         self.save()
+                self.callbacks.tell_epoch(self.step // self.parts.loader.steps_per_epoch)
         finally:
             self.reporter.end()
 
@@ -146,6 +158,8 @@ class Training:
         report, totals = done.report, self.totals
         totals.add(report, done.seconds)
         self._position = self._current_position()
+        if not self.processes.is_first:
+            return
         speed = totals.examples / totals.training_seconds
         stream = self.parts.loader.stream
         self.reporter.show(
@@ -199,56 +213,70 @@ class Training:
         by_steps = settings.checkpoint_every is not None and self.step % settings.checkpoint_every == 0
         minutes = (time.monotonic() - self._last_save) / 60
         by_time = settings.checkpoint_minutes is not None and minutes >= settings.checkpoint_minutes
-        return (by_steps or by_time) and not self.finished  # at the end it is saved anyway
+        return self.processes.any(by_steps or by_time) and not self.finished  # at the end it is saved anyway
 
     def save(self) -> None:
         """The totals first: they keep those of the checkpoint that is there, so that a kill between leaves a pair."""
         if not self.keep_model:
             return
+        several = self.processes.several
         self._saving = True
-        with self._held():
-            require_space(self.folder.path, self._bytes(), "the next checkpoint")
+        with self._held(), self.watch("checkpoints"):
+            needed = self._bytes()
+            if self.processes.is_first:
+                require_space(self.folder.path, needed, "the next checkpoint")
             self._write_totals()
             extra = {"scheduler": self.parts.scheduler.state_dict(), "negatives": self._position.drawn}
-            self.parts.engine.save_checkpoint(self.folder.checkpoint, extra=extra)
+            self.parts.engine.save_checkpoint(self.folder.place_of_checkpoint(several), extra=extra)
+            self.folder.keep_checkpoint(several)
             self.saved = self.step
         self._saving = False
         self._last_save = time.monotonic()
 
     def _write_totals(self) -> None:
-        self.totals.seconds = self.earlier_seconds + time.monotonic() - self.started
+        self._sum_up_time()
         of_checkpoint = {step: values for step, values in self._saved_totals.items() if step == self.saved}
         now = {"totals": asdict(self.totals), **self.evaluations.state()}
         self._saved_totals = of_checkpoint | {self.step: now}
         self.folder.write_totals(self._saved_totals, self.saved)
 
+    def _sum_up_time(self) -> None:
+        """The time and the memory of this run and of those that it resumes."""
+        totals, seconds = self.totals, self.watch.seconds
+        totals.seconds = self.earlier_seconds + time.monotonic() - self.started
+        names = self.earlier_parts | seconds  # in order of the first time
+        totals.parts = {name: self.earlier_parts.get(name, 0.0) + seconds.get(name, 0.0) for name in names}
+        totals.peak_memory = max(totals.peak_memory or 0, peak_memory() or 0) or None
+
     def _release(self) -> None:
         engine, model = self.parts.engine, self.parts.model
         self._saving = True
         with self._held():
-            require_space(self.folder.path, model_bytes(model), "the weights")
+            if self.processes.is_first:
+                require_space(self.folder.path, model_bytes(model), "the weights")
             frequencies = None if engine.plan.frequencies is None else engine.release_frequencies()
-            self.folder.write_release(model.state_dict(), frequencies, engine.statement(self.parts.delta))
+            self.folder.write_release(engine.save_state_dict, frequencies, engine.statement(self.parts.delta))
         self._saving = False
 
     def _bytes(self) -> int:
-        """Bytes of the tensors in a checkpoint."""
+        """Bytes of the tensors in a checkpoint; of several processes, at most."""
         state = [value for entries in self.parts.optimizer.state.values() for value in entries.values()]
-        return model_bytes(self.parts.model) + sum(tensor_bytes(value) for value in state if isinstance(value, Tensor))
+        own = sum(tensor_bytes(value) for value in state if isinstance(value, Tensor))
+        return model_bytes(self.parts.model) + round(self.processes.add_up(own))
 
     def restore(self) -> None:
         """Goes on from the checkpoint; from the beginning, if the run was stopped before its first one."""
-        if not self.folder.checkpoint.is_file():
+        if not self.processes.from_first(self.folder.has_checkpoint):
             self.folder.require_no_checkpoint_lost()
             self.folder.forget_after(0)
             self.reporter.say("There is no checkpoint yet: the run starts from its beginning")
             return
-        extra = self.parts.engine.load_checkpoint(self.folder.checkpoint)
+        extra = self.parts.engine.load_checkpoint(self.processes.from_first(self.folder.checkpoint))
         self.parts.scheduler.load_state_dict(extra["scheduler"])
         self.saved = self.step
         self._saved_totals[self.step] = values = self.folder.read_totals(self.step)
         self.totals = Totals(**values["totals"])
-        self.earlier_seconds = self.totals.seconds
+        self.earlier_seconds, self.earlier_parts = self.totals.seconds, self.totals.parts
         self.evaluations.restore(values)
         if isinstance(collate := self.parts.data.collate, SequenceCollate):
             collate.restore(extra["negatives"])
@@ -258,11 +286,15 @@ class Training:
         self._position = self._current_position()
         self.reporter.say(f"Resumed after step {self.step} of {self.parts.steps}")
 
-    def _save_after_error(self) -> None:
-        """Saves what there is after an exception, unless saving is what failed or a step was cut in two."""
+    def _save_after_error(self, error: BaseException) -> None:
+        """Saves what there is after an exception, unless saving is what failed or a step was cut in two.
+
+        Several processes save if they all failed alike.
+        """
         position = self._position
         step_is_complete = tuple(self.parts.engine.ledger.entries) == position.ledger
-        if self.keep_model and step_is_complete and self.saved != self.step and not self._saving:
+        can_save = self.keep_model and step_is_complete and self.saved != self.step and not self._saving
+        if can_save and self.processes.all_failed(self.step, error):
             self.parts.optimizer.forget()
             self.parts.loader.load_state_dict(position.loader)
             if position.generator is not None:
@@ -283,7 +315,7 @@ class Training:
     def _result(self, extra: dict[str, Any] | None = None) -> RunResult:
         tables = find_tables(self.parts.model)
         sizes = {name: p.numel() for name, p in self.parts.model.named_parameters() if p.requires_grad}
-        self.totals.seconds = self.earlier_seconds + time.monotonic() - self.started
+        self._sum_up_time()
         return RunResult(
             run_dir=self.folder.path,
             finished=self.finished,
@@ -295,5 +327,6 @@ class Training:
             planted_auc=getattr(self.parts.data.held_out, "planted_auc", None),
             tables_frozen=self.config.model.freeze_tables,
             extra=extra or {},
+            diverged=self.evaluations.diverged,
             evaluation=self.evaluations.status(),
         )

@@ -1,21 +1,14 @@
-"""Data sets: click logs in Criteo's format and users' sequences, read from text or generated, and metrics."""
+"""Data sets: tables, click logs and users' sequences, read from files and frames or generated, and metrics."""
 
-from sparsedp.data.clickcache import MalformedLine, ReadSummary
-from sparsedp.data.clicklog import (
-    CRITEO_VOCABULARY,
-    ClickBatch,
-    ClickDataset,
-    ClickLog,
-    collate_clicks,
-    open_click_log,
-)
-from sparsedp.data.clickparse import MISSING_INTEGER
+from sparsedp.data.arrays import ArrayDataset
+from sparsedp.data.clicklog import CRITEO, CRITEO_VOCABULARY, ClickLog, open_click_log
+from sparsedp.data.codes import Form
 from sparsedp.data.generated import GeneratedClickLog, generated_click_log, write_click_log
 from sparsedp.data.generatedsequences import GeneratedSequences, generated_sequences
 from sparsedp.data.generatedtimelines import GeneratedTimelines, generated_timelines
-from sparsedp.data.metrics import auc, log_loss
+from sparsedp.data.metrics import auc, brier_score, calibration_error, calibration_ratio, log_loss
 from sparsedp.data.ranking import Ranking, popularity_scorer, rank_held_out, ranks
-from sparsedp.data.sequencefiles import Actions, read_actions
+from sparsedp.data.sequencefiles import Actions, read_action_columns, read_actions
 from sparsedp.data.sequences import (
     HeldOutItems,
     SequenceDataset,
@@ -23,6 +16,16 @@ from sparsedp.data.sequences import (
     SequenceSplit,
     make_sequences,
     open_sequences,
+)
+from sparsedp.data.table import Bag, Table, TableBatch, TableDataset, open_table
+from sparsedp.data.tablecache import MalformedLine, ReadSummary
+from sparsedp.data.tablecolumns import MISSING_INTEGER
+from sparsedp.data.tableschema import (
+    CategoricalColumn,
+    NumericColumn,
+    SequenceColumn,
+    TableSchema,
+    TextColumn,
 )
 from sparsedp.data.timelines import (
     HeldOutLabels,
@@ -36,13 +39,16 @@ from sparsedp.data.titles import read_titles, title_rows, title_words
 from sparsedp.data.vocabulary import CountVocabulary, GivenVocabulary, HashVocabulary
 
 __all__ = [
+    "CRITEO",
     "CRITEO_VOCABULARY",
     "MISSING_INTEGER",
     "Actions",
-    "ClickBatch",
-    "ClickDataset",
+    "ArrayDataset",
+    "Bag",
+    "CategoricalColumn",
     "ClickLog",
     "CountVocabulary",
+    "Form",
     "GeneratedClickLog",
     "GeneratedSequences",
     "GeneratedTimelines",
@@ -52,16 +58,25 @@ __all__ = [
     "HeldOutLabels",
     "LabelCollate",
     "MalformedLine",
+    "NumericColumn",
     "Ranking",
     "ReadSummary",
+    "SequenceColumn",
     "SequenceDataset",
     "SequenceSplit",
     "Sequences",
+    "Table",
+    "TableBatch",
+    "TableDataset",
+    "TableSchema",
+    "TextColumn",
     "Timeline",
     "TimelineDataset",
     "TimelineSplit",
     "auc",
-    "collate_clicks",
+    "brier_score",
+    "calibration_error",
+    "calibration_ratio",
     "generated_click_log",
     "generated_sequences",
     "generated_timelines",
@@ -69,9 +84,11 @@ __all__ = [
     "make_sequences",
     "open_click_log",
     "open_sequences",
+    "open_table",
     "popularity_scorer",
     "rank_held_out",
     "ranks",
+    "read_action_columns",
     "read_actions",
     "read_titles",
     "split_timelines",

@@ -11,9 +11,11 @@ from typing import IO
 import numpy as np
 from scipy.special import expit, ndtri
 
-from sparsedp.data.clicklog import CRITEO_VOCABULARY, ClickDataset
-from sparsedp.data.clickparse import CATEGORIES, COLUMNS, INTEGERS, MISSING_CATEGORY, MISSING_INTEGER
+from sparsedp.data.clicklog import CATEGORIES, COLUMNS, CRITEO_VOCABULARY, INTEGERS
+from sparsedp.data.codes import MISSING
 from sparsedp.data.metrics import auc
+from sparsedp.data.table import TableDataset
+from sparsedp.data.tablecolumns import MISSING_INTEGER
 from sparsedp.errors import ConfigError
 
 PLANTED_AUC = 0.80
@@ -25,7 +27,7 @@ _MISSING = (0.45, 0.0, 0.21, 0.21, 0.03, 0.22, 0.04, 0.001, 0.04, 0.45, 0.04, 0.
 _LARGEST = (425, 10255, 65535, 349, 2071071, 111105, 6498, 1689, 9465, 7, 123, 193, 1574)
 
 
-class GeneratedClickLog(ClickDataset):
+class GeneratedClickLog(TableDataset):
     """A click log in memory that knows the model its clicks were drawn from."""
 
     def __init__(
@@ -208,7 +210,7 @@ def write_click_log(
         rows = where if log._indices is None else log._indices[where]
         codes = category_code(columns, log._categories[rows].astype(np.int64))
         users = None if log._users is None else log._users[rows]
-        write_rows(file, log._labels[rows], log._integers[rows], codes, separator=separator, header=header, users=users)
+        write_rows(file, log._labels[rows], log._numbers[rows], codes, separator=separator, header=header, users=users)
     return [file for file, _ in parts]
 
 
@@ -240,7 +242,7 @@ def write_rows(
             texts = [
                 list(map(str, labels[piece].tolist())),
                 *(_texts(column, MISSING_INTEGER, "d") for column in integers[piece].T),
-                *(_texts(column, MISSING_CATEGORY, "08x") for column in codes[piece].T),
+                *(_texts(column, MISSING, "08x") for column in codes[piece].T),
                 *([] if users is None else [list(map(str, users[piece].tolist()))]),
             ]
             stream.write("".join(separator.join(row) + "\n" for row in zip(*texts)).encode())

@@ -1,9 +1,10 @@
-"""How good predictions are: area under the ROC curve and log loss."""
+"""How good predictions are: area under the ROC curve, log loss, and whether probabilities are what they say."""
 
 from __future__ import annotations
 
 import numpy as np
 from numpy.typing import ArrayLike
+from scipy.special import expit
 
 
 def auc(labels: ArrayLike, scores: ArrayLike) -> float:
@@ -28,6 +29,34 @@ def log_loss(labels: ArrayLike, logits: ArrayLike) -> float:
     """
     y, z = _checked(labels, logits)
     return float(np.logaddexp(0, np.where(y == 1, -z, z)).mean()) if len(y) else float("nan")
+
+
+def brier_score(labels: ArrayLike, logits: ArrayLike) -> float:
+    """The mean squared error of the probabilities; NaN if there is nothing."""
+    y, z = _checked(labels, logits)
+    return float(np.square(expit(z) - y).mean()) if len(y) else float("nan")
+
+
+def calibration_ratio(labels: ArrayLike, logits: ArrayLike) -> float:
+    """The sum of the probabilities over the number of positives: 1 where neither too many nor too few are expected.
+
+    NaN if there is no positive.
+    """
+    y, z = _checked(labels, logits)
+    return float(expit(z).sum() / y.sum()) if y.any() else float("nan")
+
+
+def calibration_error(labels: ArrayLike, logits: ArrayLike, bins: int = 15) -> float:
+    """Over `bins` equal intervals of probability, how far the mean probability is from the share of positives, on average.
+
+    The average is over the examples, also known as ECE; NaN if there is nothing.
+    """
+    y, z = _checked(labels, logits)
+    if not len(y):
+        return float("nan")
+    probabilities = expit(z)
+    of_bin = np.minimum((probabilities * bins).astype(np.int64), bins - 1)
+    return float(np.abs(np.bincount(of_bin, weights=probabilities - y)).sum() / len(y))
 
 
 def _checked(labels: ArrayLike, scores: ArrayLike) -> tuple[np.ndarray, np.ndarray]:

@@ -1,7 +1,7 @@
-"""How high a model ranks the item that came next, among all items: NDCG, HIT, precision and recall.
+"""How high a model ranks the item that came next, among all items: NDCG, HIT, MRR, precision and recall.
 
 Of one held-out item at rank r (from 1), HIT@k is 1 if r <= k, and NDCG@k is 1 / log2(1 + r) if r <= k; else both are 0.
-One item is relevant, so that recall@k is HIT@k, and precision@k is HIT@k / k.
+MRR is 1 / r, wherever the item stands. One item is relevant, so that recall@k is HIT@k, and precision@k is HIT@k / k.
 Ties count against the item, so that a constant score puts it last.
 """
 
@@ -34,6 +34,7 @@ class Ranking:
 
     ndcg: float
     hit: float
+    mrr: float
     k: int
     users: int
     hits: dict[int, float] = field(default_factory=dict)
@@ -41,7 +42,7 @@ class Ranking:
     def to_dict(self) -> dict[str, float]:
         precision = {f"precision@{k}": hit / k for k, hit in self.hits.items()}
         recall = {f"recall@{k}": hit for k, hit in self.hits.items()}
-        return {f"ndcg@{self.k}": self.ndcg, f"hit@{self.k}": self.hit} | precision | recall
+        return {f"ndcg@{self.k}": self.ndcg, f"hit@{self.k}": self.hit, "mrr": self.mrr} | precision | recall
 
 
 def ranks(scores: Tensor, item: Tensor, exclude: Tensor | None = None) -> Tensor:
@@ -70,7 +71,7 @@ def ranks(scores: Tensor, item: Tensor, exclude: Tensor | None = None) -> Tensor
 def rank_held_out(
     score: Scorer, held_out: Any, *, k: int = 10, chunk: int = 128, exclude_seen: bool = False
 ) -> Ranking:
-    """NDCG@k and HIT@k of `score` on `HeldOutItems`, or on a torch Subset of them, at most `chunk` users at a time.
+    """NDCG@k, HIT@k and MRR of `score` on `HeldOutItems`, or on a torch Subset of them, at most `chunk` users at a time.
 
     With `exclude_seen`, items that the user had before are not ranked, unless the held-out item is one of them.
     """
@@ -96,7 +97,8 @@ def rank_held_out(
     def hit(k: int) -> float:
         return (target_ranks <= k).double().mean().item()
 
-    return Ranking(ndcg, hit(k), k, len(where), {cutoff: hit(cutoff) for cutoff in data.cutoffs})
+    mrr = (1 / target_ranks).mean().item()
+    return Ranking(ndcg, hit(k), mrr, k, len(where), {cutoff: hit(cutoff) for cutoff in data.cutoffs})
 
 
 def popularity_scorer(training: Any) -> Scorer:

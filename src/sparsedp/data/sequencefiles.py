@@ -14,6 +14,9 @@ from typing import NoReturn, TextIO
 
 import numpy as np
 
+from sparsedp.data.codes import MISSING
+from sparsedp.data.tablecolumns import Faults, distinct_values, times_of
+from sparsedp.data.tablefiles import Paths, Wanted, find_sources, open_source
 from sparsedp.errors import ConfigError, DataError, suggestion
 
 # What a header may call the columns, in lower case and without "_".
@@ -77,6 +80,46 @@ def read_actions(path: str | os.PathLike[str], format: str = "auto") -> Actions:
             format = _guess(path, next((line for line in lines if line.strip()), ""))
     with open_text(path) as lines:
         return _read_lists(path, lines) if format == "lists" else _read_rows(path, lines, format)
+
+
+def read_action_columns(paths: Paths, *, user: str, item: str, time: str | None = None) -> Actions:
+    """Reads files with columns of these names: text, Parquet or Arrow, as `sparsedp.data.open_table` does. Without a time the
+    order of the rows is that of time. A malformed line is a DataError.
+    """
+    named = {"user": user, "item": item, "time": time}
+    used = [name for name in named.values() if name is not None]
+    if len(set(used)) < len(used):
+        raise ConfigError(f"sequences: user, item and time are different columns; got {', '.join(used)}")
+    wanted = Wanted({use: name for use, name in named.items() if name is not None})
+    numbers: dict[str, dict[bytes, int]] = {"user": {}, "item": {}}
+    places: dict[str, list[np.ndarray]] = {"user": [], "item": []}
+    times: list[np.ndarray] = []
+    for path in find_sources(paths):
+        source = open_source(path, wanted)
+        for task in source.pieces():
+            piece = task()
+            if piece.bad:
+                raise DataError(f"{path}, {source.unit} {piece.bad[0][0]}: {piece.bad[0][1]}")
+            faults = Faults(piece.rows)
+            for use, known in numbers.items():
+                values = distinct_values(piece.columns[use])
+                faults.add(values.places == MISSING, f"the {use} is empty")
+                number = [known.setdefault(value, len(known)) for value in values.distinct.to_pylist()]
+                places[use].append(np.array([*number, MISSING])[values.places])
+            if time is not None:
+                times.append(times_of(piece.columns["time"], time, faults))
+            for row, reason in faults.first(1):
+                raise DataError(f"{path}, {source.unit} {piece.lines_of([row])[0]}: {reason}")
+    if not numbers["user"]:
+        raise DataError(f"{paths}: no actions in it")
+    names = {use: tuple(value.decode("utf-8", "replace") for value in known) for use, known in numbers.items()}
+    return Actions(
+        np.concatenate(places["user"]),
+        np.concatenate(places["item"]),
+        np.concatenate(times) if times else None,
+        names["item"],
+        names["user"],
+    )
 
 
 def _read_rows(path: Path, lines: TextIO, format: str) -> Actions:

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from sparsedp.data.sequencefiles import Actions, read_actions
+from sparsedp.data.sequencefiles import Actions, read_action_columns, read_actions
+from sparsedp.data.tablefiles import Paths
 from sparsedp.errors import ConfigError, DataError
 from sparsedp.generator import CipherGenerator
 
@@ -81,13 +82,29 @@ class Sequences:
 
 
 def open_sequences(
-    path: str | os.PathLike[str], format: str = "auto", *, min_actions: int = 5, until_stable: bool = False
+    path: Paths,
+    format: str = "auto",
+    *,
+    user: str | None = None,
+    item: str | None = None,
+    time: str | None = None,
+    min_actions: int = 5,
+    until_stable: bool = False,
 ) -> Sequences:
     """Reads a log (formats: `sparsedp.data.read_actions`) and makes it into sequences (`make_sequences`).
 
+    With the names of the columns `user` and `item`, and `time` if there is one, the log is read as tables are: one file or many,
+    text, Parquet or Arrow (`sparsedp.data.read_action_columns`).
     Files that hold sequences already ("pairs", "lists") have mostly been filtered before: min_actions=1 takes all.
     """
-    actions = read_actions(path, format)
+    if user is None and item is None and time is None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise ConfigError("sequences: several files are read by the names of their columns: give user and item")
+        actions = read_actions(path, format)
+    elif user is None or item is None or format != "auto":
+        raise ConfigError("sequences: give the names of both columns, user and item, and no format beside them")
+    else:
+        actions = read_action_columns(path, user=user, item=item, time=time)
     try:
         return make_sequences(actions, min_actions=min_actions, until_stable=until_stable)
     except DataError as error:
@@ -161,7 +178,7 @@ class _Slices(Dataset[Item], ABC):
         return (self[i] for i in range(len(self)))
 
     @abstractmethod
-    def __getitems__(self, indices: Sequence[int]) -> SequenceBatch:
+    def __getitems__(self, indices: Sequence[int] | np.ndarray) -> SequenceBatch:
         """Both parts of some examples, as tensors."""
 
     def collate(self, items: Sequence[Item]) -> Item:
@@ -174,7 +191,7 @@ class _Slices(Dataset[Item], ABC):
                 return torch.stack(firsts), torch.stack(seconds)
         return items.first, items.second
 
-    def _bounds(self, indices: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    def _bounds(self, indices: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         where = np.asarray(indices, dtype=np.int64)
         return self._begins[where], self._ends[where]
 
@@ -203,10 +220,14 @@ class SequenceDataset(_Slices):
         """int64 [items + 1]: how often each item stands in the examples (each user's last length + 1 items)."""
         return count_items(self.sequences, np.maximum(self._begins, self._ends - self.length - 1), self._ends)
 
-    def __getitems__(self, indices: Sequence[int]) -> SequenceBatch:
+    def __getitems__(self, indices: Sequence[int] | np.ndarray) -> SequenceBatch:
         begins, ends = self._bounds(indices)
         begins = np.maximum(begins, ends - self.length - 1)
         return SequenceBatch(self._padded(begins, ends - 1, self.length), self._padded(begins + 1, ends, self.length))
+
+    def read_columns(self, places: np.ndarray) -> Item:
+        """Both parts of some examples, [n, length] each; this is what a private loader calls."""
+        return self.collate(self.__getitems__(places))
 
     def make_canary(self, generator: CipherGenerator) -> Item:
         """An example for audits: length + 1 items, each drawn evenly from all."""
@@ -228,7 +249,7 @@ class HeldOutItems(_Slices):
 
     cutoffs: ClassVar[tuple[int, ...]] = ()  # the k for which precision@k and recall@k are reported
 
-    def __getitems__(self, indices: Sequence[int]) -> SequenceBatch:
+    def __getitems__(self, indices: Sequence[int] | np.ndarray) -> SequenceBatch:
         begins, ends = self._bounds(indices)
         history = self._padded(np.maximum(begins, ends - self.length), ends, self.length)
         return SequenceBatch(history, torch.from_numpy(self._actions[ends].astype(np.int64)))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
+from sparsedp.data.codes import mix
 from sparsedp.data.sequencefiles import ITEM_COLUMNS, column_name, open_text
-from sparsedp.data.vocabulary import mix
 from sparsedp.errors import DataError
 
 _MOST_WORDS = 16  # of a title that are looked at

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from sparsedp import checkpoint
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from sparsedp.distributed.training import Together
 
 STATE = "state.pt"
+_MARK = re.compile("[0-9a-f]{32}")  # the name of a folder with tensors
 _READ = 1 << 24  # bytes of a file that are digested at a time
 
 
@@ -173,16 +174,26 @@ def save(
     path: Any, state: State, key: bytes | None, run: Together, module: nn.Module, optimizer: PrivateOptimizer
 ) -> None:
     """Writes the checkpoint at `path`, a folder, on all ranks together."""
+    ranks: Any = optimizer.private_step.ranks
+    with ranks.watched(), run.failing_together():
+        _save(Path(path), state, key, run, module, optimizer)
+
+
+def _save(
+    target: Path, state: State, key: bytes | None, run: Together, module: nn.Module, optimizer: PrivateOptimizer
+) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
+    mark, ledger = state.lineage.last
+    digest = hashlib.sha256(repr(ledger.state_dict()).encode()).hexdigest()
+    run.require_same({"its number of steps": ledger.steps, "its ledger": digest, "its place in the data": state.loader})
     optimizer.owner.settle_all()
-    target, (mark, _) = Path(path), state.lineage.last
     folder = target / mark
     if run.rank == 0:
         if target.is_file():
             raise CheckpointError(f"{target} is a file; a checkpoint of several processes is a folder.")
         folder.mkdir(parents=True)
-    dist.barrier(group=run.group)
+    run.gather("the folder is there")
     held = Held(module, optimizer, run)
     layouts = run.merged(held.optimizer_layouts())
     numbers = run.merged(held.optimizer_numbers())
@@ -202,9 +213,8 @@ def save(
         small = replace(state, model={"of_several": content}, optimizer={"param_groups": groups})
         checkpoint.save(target / STATE, small, key)
         for old in target.iterdir():
-            if old.is_dir() and old.name != mark:
+            if _MARK.fullmatch(old.name) and old.name != mark:  # whatever else is there is not ours
                 shutil.rmtree(old)
-    dist.barrier(group=run.group)
 
 
 def load(path: Any, key: bytes | None, **asked: Any) -> State:
@@ -215,6 +225,17 @@ def load(path: Any, key: bytes | None, **asked: Any) -> State:
         if not (folder / name).is_file() or _digest(folder / name, key) != digest:
             raise CheckpointError(f"{folder / name} is missing, or not as it was written.")
     return state
+
+
+def read_weights(path: Any) -> tuple[int, dict[str, Tensor]]:
+    """The step of a checkpoint and its weights, whole, for one process. A weight with several names has the first."""
+    from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
+
+    content = torch.load(Path(path) / STATE, map_location="cpu", weights_only=True)
+    layouts = {name: Layout.from_dict(values) for name, values in content["model"]["of_several"]["model"].items()}
+    weights: dict[str, Any] = {name: torch.empty(layout.shape, dtype=layout.dtype) for name, layout in layouts.items()}
+    load_state_dict(weights, checkpoint_id=Path(path) / content["mark"], no_dist=True)
+    return int(content["loader"]["step"]), weights
 
 
 def restore(
@@ -235,7 +256,9 @@ def restore(
         shapes = {name: tuple(values["shape"]) for name, values in content["model"].items()}
     else:  # a file of one process
         layouts, numbers, whole = _read_whole(state, held)
-        shapes = {name: tuple(tensor.shape) for name, tensor in state.model.items()}
+        names = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        again = names - {name for name, _ in module.named_parameters()}  # further names of shared weights
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.model.items() if name not in again}
     parts = dict(held.model())
     here = {name: part.layout.shape for name, part in parts.items()}
     if here != shapes:
@@ -244,7 +267,9 @@ def restore(
     unknown = sorted((layouts.keys() | numbers.keys()) - held.parameters.keys())
     if unknown:
         raise CheckpointError(f"The checkpoint's optimizer has other parameters: {', '.join(unknown[:5])}.")
-    _, saved = state.lineage.last
+    mark, saved = state.lineage.last
+    if run is not None:
+        run.require_same({"the checkpoint that it loads": mark})
     loader.load_state_dict(state.loader)
     ledger.go_back(saved, common)
     optimizer.partly_loaded = True

@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 
 from sparsedp._torch import without_functions
 from sparsedp.capture.ops import absent
+from sparsedp.distributed.embeddings import DividedBag, DividedEmbedding
 from sparsedp.distributed.placement import PlacedShard
 from sparsedp.errors import SparseDPWarning, UnsupportedError
+from sparsedp.kernels.loops import group
 from sparsedp.tables import Shard
 
 BeforeRead = Callable[
@@ -38,7 +41,7 @@ class _AbsentBag(nn.EmbeddingBag):
 
     def forward(self, input: Tensor, offsets: Tensor, per_sample_weights: Tensor | None = None) -> Tensor:  # type: ignore[override]
         return absent.embedding_bag(
-            input, self.weight, offsets, found=self.found.pop(0), mode=self.mode,
+            input, self.weight, offsets, found=partial(self.found.pop, 0), mode=self.mode,
             per_sample_weights=per_sample_weights, include_last_offset=self.include_last_offset,
         )  # fmt: skip
 
@@ -52,7 +55,7 @@ class _AbsentEmbedding(nn.Embedding):
     found: list[Tensor]
 
     def forward(self, input: Tensor) -> Tensor:
-        return absent.embedding(input, self.weight, found=self.found.pop(0))
+        return absent.embedding(input, self.weight, found=partial(self.found.pop, 0))
 
     def _load_from_state_dict(self, *args: Any) -> None:
         """The image loads for all of its tables."""
@@ -84,6 +87,8 @@ class _ImageMethods:
 
     sharded: nn.Module
     warned: bool  # of another order of features
+    looks_up: bool  # whether it calls the sharded one
+    watches: list[Any]  # hooks of the sharded one
     prefix: str  # of the names of its tables in the module
     before_read: BeforeRead | None
     before_state: Callable[[], None] | None  # called before weights leave
@@ -97,13 +102,40 @@ class _ImageMethods:
         self.__dict__.update(
             sharded=sharded, prefix=f"{name}.", before_read=None, before_state=None, watched=nullcontext
         )
-        self.__dict__["warned"] = False
+        self.__dict__.update(warned=False, looks_up=False)
+        # Whoever kept the sharded one from before would train it by TorchRec's own backward pass, or read what is owed noise.
+        self.__dict__["watches"] = [
+            sharded.register_forward_pre_hook(self._refuse_others),
+            sharded.register_state_dict_pre_hook(lambda *_: self.before_state and self.before_state()),
+        ]
         trained = {key: p.requires_grad for key, p in sharded.named_parameters()}
         kind = _AbsentBag if hasattr(self, "embedding_bags") else _AbsentEmbedding
         for key, table in self.tables().items():
             table.__class__ = kind
             table.__dict__["found"] = []
             table.weight.requires_grad_(trained[key])
+
+    def _refuse_others(self, sharded: nn.Module, args: Any) -> None:
+        if not self.looks_up:
+            raise UnsupportedError(
+                f"The sharded collection '{self.prefix[:-1]}' was called itself, by a reference from before make_private. "
+                "Nothing would clip what its own backward pass does: call the module's attribute, where the private one is."
+            )
+
+    def listen(
+        self,
+        before_read: BeforeRead | None,
+        before_state: Callable[[], None] | None,
+        watched: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        """Sets what is called before rows are read and before weights leave, and what is entered around waiting."""
+        self.__dict__.update(before_read=before_read, before_state=before_state, watched=watched)
+
+    def step_down(self) -> None:
+        """Lets the sharded collection be called again."""
+        self.listen(None, None, nullcontext)
+        for watch in self.watches:
+            watch.remove()
 
     def tables(self) -> dict[str, Any]:
         """The tables by the names of their weights in the collection."""
@@ -115,39 +147,46 @@ class _ImageMethods:
         return dict(zip(self.tables(), self._feature_names))
 
     def forward(self, features: Any) -> Any:
+        if features.variable_stride_per_key():
+            raise UnsupportedError("A KeyedJaggedTensor with another batch for each feature is not supported.")
+        # What it keeps besides these, such as the parts of each feature, may be of other values: capture and the sharded
+        # collection would not look up the same.
+        features = _of_parts(features, features.weights_or_none())
         with torch.no_grad(), without_functions():
             self._look_up(features)
         return super().forward(features)  # type: ignore[misc]
 
     def _look_up(self, features: Any) -> None:
         """Lets the sharded collection look everything up, and gives each table its results."""
-        from torchrec import KeyedJaggedTensor
-
-        if features.variable_stride_per_key():
-            raise UnsupportedError("A KeyedJaggedTensor with another batch for each feature is not supported.")
         # TorchRec's sharded collections take weights that come along, also those which unsharded ones leave alone.
         weights = features.weights_or_none() if getattr(self, "_is_weighted", False) else None
-        copy = KeyedJaggedTensor(
-            keys=features.keys(), values=features.values(), weights=weights,
-            lengths=features.lengths(), stride=features.stride(),
-        )  # fmt: skip
-        # Not the batch's own object: it keeps what is computed of it, and capture has not seen that being made.
-        parts = copy.to_dict()
-        rows = {}
-        for key, names in self.features().items():
-            ids = torch.unique(torch.cat([parts[name].values() for name in names]).long())
-            size = self.tables()[key].weight.shape[0]
-            if len(ids) and not 0 <= int(ids[0]) <= int(ids[-1]) < size:
-                wrong = int(ids[0]) if int(ids[0]) < 0 else int(ids[-1])
-                raise IndexError(
-                    f"Feature(s) {', '.join(names)}: id {wrong} is not a row of table '{key}', which has {size}."
-                )
-            rows[self.prefix + key] = ids
+        # Another object: it keeps what is computed of it, and capture has not seen that being made.
+        copy = _of_parts(features, weights)
+        parts = dict(zip(copy.keys(), copy.values().split(copy.length_per_key())))
+        self._require_rows(parts)
         if self.before_read is not None:
-            self.before_read(rows)
+            self.before_read({
+                self.prefix + key: group(torch.cat([parts[name] for name in names]).long())[0]
+                for key, names in self.features().items()
+            })  # fmt: skip
         with self.watched():
-            found = self.sharded(copy)
+            self.__dict__["looks_up"] = True
+            try:
+                found = self.sharded(copy)
+            finally:
+                self.__dict__["looks_up"] = False
             self._hand_out(found.wait() if hasattr(found, "wait") else found)
+
+    def _require_rows(self, parts: Mapping[str, Tensor]) -> None:
+        """Raises if an id of a feature is not a row of the feature's table."""
+        for (key, names), table in zip(self.features().items(), self.tables().values()):
+            for name in names:
+                least, most = parts[name].aminmax() if len(parts[name]) else (0, 0)
+                if not 0 <= int(least) <= int(most) < table.weight.shape[0]:
+                    wrong = int(least) if int(least) < 0 else int(most)
+                    raise IndexError(
+                        f"Feature {name}: id {wrong} is not a row of table '{key}', which has {table.weight.shape[0]}."
+                    )
 
     def _hand_out(self, found: Any) -> None:
         if hasattr(self, "embedding_bags"):
@@ -170,8 +209,6 @@ class _ImageMethods:
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """That of the sharded collection, settled."""
-        if self.before_state is not None:
-            self.before_state()
         return self.sharded.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -189,7 +226,24 @@ class _ImageMethods:
         unexpected += [prefix + key for key in keys.unexpected_keys]
 
 
+def _of_parts(features: Any, weights: Tensor | None) -> Any:
+    """A KeyedJaggedTensor of the same ids, by keys, values and lengths alone."""
+    from torchrec import KeyedJaggedTensor
+
+    return KeyedJaggedTensor(
+        keys=features.keys(), values=features.values(), weights=weights,
+        lengths=features.lengths(), stride=features.stride(),
+    )  # fmt: skip
+
+
 # ---------------------------------------------------------------------- a module with collections in it
+
+
+def divided_tables(module: nn.Module) -> Iterator[tuple[str, DividedEmbedding | DividedBag]]:
+    """The parts of a module that `shard_tables` made, by name."""
+    for name, part in module.named_modules():
+        if isinstance(part, (DividedEmbedding, DividedBag)):
+            yield name, part
 
 
 def sharded_collections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -216,11 +270,15 @@ def sharded_collections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def placement_of(name: str, sharded: nn.Module) -> dict[str, tuple[PlacedShard, ...]]:
     """Where the shards of a collection's tables are, by the names of the tables in the module; () for a replicated one."""
-    placed: dict[str, tuple[PlacedShard, ...]] = {}
     group = "embedding_bags" if hasattr(sharded, "embedding_bags") else "embeddings"
     plan: Any = sharded.module_sharding_plan
-    for table, sharding in plan.items():
-        full = f"{name}.{group}.{table}.weight"
+    return placement_in({f"{name}.{group}.{table}.weight": sharding for table, sharding in plan.items()})
+
+
+def placement_in(plan: Mapping[str, Any]) -> dict[str, tuple[PlacedShard, ...]]:
+    """As `placement_of`, of TorchRec's plan for each table."""
+    placed: dict[str, tuple[PlacedShard, ...]] = {}
+    for full, sharding in plan.items():
         kind, kernel = sharding.sharding_type, sharding.compute_kernel
         if kind not in _SHARDINGS:
             raise UnsupportedError(_refused(full, f"sharding type '{kind}'", f"Use one of {', '.join(_SHARDINGS)}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from sparsedp.distributed.placement import Placement
 from sparsedp.errors import RankLostError, SparseDPError
 from sparsedp.tables import Ranks, RowExchange, Shard, TableSpec
 
+_ANY = -1  # of what a rank has no part of
 _GRACE = 10.0  # seconds in which ranks that are there say so, after a message failed
 
 
@@ -53,6 +55,11 @@ class ProcessRanks(Ranks):
     def owns(self, name: str) -> bool:
         return name in self.shards
 
+    def counts(self, name: str) -> bool:
+        if name in self.placement.replicated:
+            return self.rank == 0
+        return self.owns(name) and self.shards[name].columns.start == 0
+
     def owned(self, name: str) -> range:
         return self.shards[name].rows if name in self.shards else range(0)
 
@@ -72,17 +79,27 @@ class ProcessRanks(Ranks):
     def exchange(self, space: RowSpace, rows: Tensor) -> RowExchange:
         return ProcessExchange(self, space, rows)
 
-    def meet(self, step: int, batch: int, dense: Iterable[Tensor]) -> None:
-        mine = torch.tensor([step, batch, sum(_sum_of_bits(tensor) for tensor in dense) % (1 << 62)])
-        every = self._all_gather(mine)
-        for what, numbers in zip(("step", "batch", "dense parameters"), every.T.tolist()):
-            other = next((rank for rank, number in enumerate(numbers) if number != numbers[0]), None)
+    def meet(
+        self, step: int, batch: int, options: Iterable[tuple[str, bool, str | None]], dense: Iterable[Tensor]
+    ) -> None:
+        mine: dict[str, int] = {"its step": step, "its batch": batch}
+        for name, is_trained, text in options:
+            mine[f"whether '{name}' is trained"] = int(is_trained)
+            mine[f"the optimizer's options for '{name}'"] = _ANY if text is None else zlib.crc32(text.encode())
+        mine["its dense parameters"] = sum(_sum_of_bits(tensor) for tensor in dense) % (1 << 62)
+        every = self._all_gather(torch.tensor(list(mine.values())))
+        for what, numbers in zip(mine, every.T.tolist()):
+            said = {rank: number for rank, number in enumerate(numbers) if number != _ANY}
+            first = min(said, default=0)
+            other = next((rank for rank, number in said.items() if number != said[first]), None)
             if other is not None:
-                counted = f": {numbers[other]} there, {numbers[0]} on rank 0" if what != "dense parameters" else ""
+                counted = (
+                    f": {said[other]} there, {said[first]} on rank {first}" if what in ("its step", "its batch") else ""
+                )
                 raise SparseDPError(
-                    f"Rank {other} differs from rank 0 in its {what}{counted}. All ranks must take a step on each batch, also on "
-                    "one without examples, from the same weights: whatever changes dense parameters in training has to do so on "
-                    "all of them. Nothing was written."
+                    f"Rank {other} differs from rank {first} in {what}{counted}. All ranks must take a step on each batch, "
+                    "also on one without examples, from the same weights, with the same options: whatever changes these in "
+                    "training has to do so on all of them. Nothing was written."
                 )
 
     # ------------------------------------------------------------------ messages
@@ -93,7 +110,8 @@ class ProcessRanks(Ranks):
         try:
             yield
         except RuntimeError as error:
-            missing = self._missing()
+            self._lost += 1
+            missing = missing_ranks(self.rank, self.count, self._lost)
             if not missing:
                 raise
             names = ", ".join(map(str, missing))
@@ -101,23 +119,6 @@ class ProcessRanks(Ranks):
                 f"Rank(s) {names} of {self.count} did not answer: killed, out of memory, or stopped by an error of their own? "
                 "Look at their output. The last checkpoint is whole: resume from it, with as many ranks as there are."
             ) from error
-
-    def _missing(self) -> list[int]:
-        """The ranks that do not say within some seconds that they lost somebody, too."""
-        store, self._lost = default_store(), self._lost + 1
-        waited, missing = _GRACE, []
-        try:
-            store.set(f"sparsedp/lost/{self._lost}/{self.rank}", "here")
-        except RuntimeError:  # the store is rank 0's, or whoever launched all of them
-            return [0] if self.rank else []
-        for rank in range(self.count):
-            begin = time.monotonic()
-            try:
-                store.wait([f"sparsedp/lost/{self._lost}/{rank}"], timedelta(seconds=max(0.1, waited)))
-            except RuntimeError:
-                missing.append(rank)
-            waited -= time.monotonic() - begin
-        return missing
 
     def all_to_all(self, values: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """The parts of `values` go to the ranks, sent[r] numbers to rank r; what comes back has received[r] from rank r."""
@@ -162,6 +163,23 @@ class ProcessRanks(Ranks):
             raise error
         rank, (kind, text) = next((rank, text) for rank, text in enumerate(texts) if text is not None)
         raise kind(f"On rank {rank}: {text}")
+
+
+def missing_ranks(rank: int, count: int, attempt: int = 1) -> list[int]:
+    """The ranks that do not say within some seconds that they lost somebody, as this one says; `attempt` of them."""
+    store, waited, missing = default_store(), _GRACE, []
+    try:
+        store.set(f"sparsedp/lost/{attempt}/{rank}", "here")
+    except RuntimeError:  # the store is rank 0's, or whoever launched all of them
+        return [0] if rank else []
+    for other in range(count):
+        begin = time.monotonic()
+        try:
+            store.wait([f"sparsedp/lost/{attempt}/{other}"], timedelta(seconds=max(0.1, waited)))
+        except RuntimeError:
+            missing.append(other)
+        waited -= time.monotonic() - begin
+    return missing
 
 
 def _sum_of_bits(tensor: Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -17,7 +18,15 @@ from torch.optim import Optimizer
 
 from sparsedp._torch import set_timeout
 from sparsedp.capture import RowSpace
-from sparsedp.distributed.collections import local_shards, make_image, placement_of, sharded_collections
+from sparsedp.distributed.collections import (
+    divided_tables,
+    local_shards,
+    make_image,
+    placement_in,
+    placement_of,
+    sharded_collections,
+)
+from sparsedp.distributed.embeddings import DividedTable, make_image_of
 from sparsedp.distributed.placement import PlacedShard, Placement
 from sparsedp.distributed.ranks import ProcessRanks
 from sparsedp.errors import SparseDPError, UnsupportedError
@@ -25,6 +34,7 @@ from sparsedp.fingerprint import fingerprint
 from sparsedp.noise import RandomKey
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import PrivateLoader, Share, Users, is_repeatable
+from sparsedp.signature import sign_order
 from sparsedp.tables import Owner, Shard, TableSpec
 from sparsedp.version import __version__
 
@@ -33,7 +43,8 @@ def is_distributed(module: nn.Module) -> bool:
     """Whether several processes train a module together, or one that has TorchRec's sharded collections."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
-    return dist.get_world_size() > 1 or any(True for _ in sharded_collections(unwrapped(module)))
+    inner = unwrapped(module)
+    return dist.get_world_size() > 1 or any(True for _ in (*sharded_collections(inner), *divided_tables(inner)))
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -80,16 +91,22 @@ class Together:
                     owner.before_read(name, numbers)
 
         for image in self.images.values():
-            image.__dict__.update(
-                before_read=before_read if owner.adds_noise else None,
-                before_state=owner.settle_all,
-                watched=ranks.watched,
-            )
+            image.listen(before_read if owner.adds_noise else None, owner.settle_all, ranks.watched)
+
+    def put_image(self, module: nn.Module, name: str, image: Any) -> None:
+        """Lets an image stand for the part `name` of the module."""
+        parent, _, last = name.rpartition(".")
+        owner = module.get_submodule(parent)
+        self.places.append((owner, last, getattr(owner, last)))
+        setattr(owner, last, image)
+        self.images[name] = image
 
     def close(self) -> None:
         """Puts the sharded collections back where they were."""
         for parent, last, sharded in self.places:
             setattr(parent, last, sharded)
+        for image in self.images.values():
+            image.step_down()
 
     def gather(self, value: Any) -> list[Any]:
         """What all ranks have. Raises if one of them has failed (`tell`) instead."""
@@ -100,6 +117,17 @@ class Together:
         if not self.told:
             with suppress(RuntimeError):  # they may be gone
                 self._gather(f"{type(error).__name__}: {error}", None)
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """If what happens inside fails on one rank, all raise. Inside, ranks wait for each other in `gather` alone."""
+        self.told = False
+        try:
+            yield
+        except Exception as error:
+            self.tell(error)
+            raise
+        self.gather("done")
 
     def _gather(self, failure: str | None, value: Any) -> list[Any]:
         every: list[Any] = [None] * self.count
@@ -114,6 +142,7 @@ class Together:
         """Which units of each batch this process reads."""
         if self.count == 1:
             return None
+        self.require_same({"own_data": own_data})
         if not own_data:
             return Share(self.rank, self.count)
         if users is None:
@@ -152,16 +181,33 @@ class Together:
         if plan.mechanism.noise_waits and copied:
             raise UnsupportedError(
                 f"Table '{copied[0]}' is on every rank as a whole, outside of TorchRec's collections. With "
-                f"{plan.mechanism.name}, a rank that reads its rows would settle them, and the others would not hear of it. Make "
-                "it a table of an EmbeddingCollection or EmbeddingBagCollection."
+                f"{plan.mechanism.name}, a rank that reads its rows would settle them, and the others would not hear of it. "
+                "Divide it: sparsedp.distributed.shard_tables(model), before the optimizer is made."
             )
         self.require_same({
             "the plan": plan.hash, "torch": torch.__version__, "SparseDP": __version__, "TorchRec": _torchrec_version(),
             "max_physical_batch": loader.max_physical_batch, "the steps of an epoch": loader.steps_per_epoch,
-            "the data": _digest_of_data(loader, key),
+            "the data": None if loader.share.begin is not None else _digest_of_data(loader, key, loader.dataset_size),
+            "what belongs together in the data": None if loader.share.begin is not None else _digest_of_order(loader, key),
+            **{f"parameter '{name}'": _described(p) for name, p in module.named_parameters()},
+            **{f"buffer '{name}'": _described(b) for name, b in module.named_buffers()},
+            **{f"the sharding of '{name}'": str(parts) for name, parts in self.placement.items()},
         })  # fmt: skip
+        if loader.share.begin is not None:
+            self._require_other_data(loader, key)
         self.send_dense(module)
         return self.ranks(tables, next(iter(tables.values())).dtype if tables else torch.float32)
+
+    def _require_other_data(self, loader: PrivateLoader, key: RandomKey) -> None:
+        """Where each rank has data of its own, an example that two of them have would count twice."""
+        sizes = self.gather(len(loader.dataset))  # type: ignore[arg-type]
+        every = self.gather(_digest_of_data(loader, key, min(sizes)))
+        for rank, mine in enumerate(every):
+            if mine is not None and mine in every[:rank]:
+                raise UnsupportedError(
+                    f"Ranks {every.index(mine)} and {rank} have the same examples. With own_data=True each rank reads a part of "
+                    "the data that no other has. Leave it out where all ranks read the same data set."
+                )
 
     @property
     def divided(self) -> set[str]:
@@ -178,9 +224,7 @@ class Together:
         return merged
 
     def from_rank_0(self, value: Any) -> Any:
-        sent = [value]
-        dist.broadcast_object_list(sent, src=0, group=self.group)
-        return sent[0]
+        return self.gather(value if self.rank == 0 else None)[0]
 
     def share_key(self, key: RandomKey) -> RandomKey:
         """Rank 0's key, for all ranks. It is sent once, and never written down."""
@@ -190,18 +234,19 @@ class Together:
         """Raises on all ranks if one has something else than rank 0."""
         every = self.gather(dict(what))
         for rank, other in enumerate(every):
-            different = [name for name in every[0] if other.get(name) != every[0][name]]
+            different = [name for name in (*every[0], *other) if other.get(name) != every[0].get(name)]
             if different:
                 name = different[0]
                 raise SparseDPError(
-                    f"Rank {rank} differs from rank 0 in {name}: {other.get(name)!r} there, {every[0][name]!r} on rank 0. All "
-                    "ranks must train the same model with the same settings, on the data and versions that belong together."
+                    f"Rank {rank} differs from rank 0 in {name}: {other.get(name)!r} there, {every[0].get(name)!r} on rank 0. "
+                    "All ranks must train the same model with the same settings, on the data and versions that belong together."
                 )
 
     def send_dense(self, module: nn.Module) -> None:
-        """Rank 0's dense parameters and buffers, for all ranks."""
+        """Rank 0's dense parameters and buffers, and tables that all have as a whole, for all ranks."""
+        copies = [self.held[name] for name, parts in self.placement.items() if not parts]
         with torch.no_grad():
-            for tensor in (*module.parameters(), *module.buffers()):
+            for tensor in (*module.parameters(), *module.buffers(), *copies):
                 if not tensor.is_meta:
                     dist.broadcast(tensor.data, src=0, group=self.group)
 
@@ -220,22 +265,32 @@ def together(module: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Ite
     group = dist.new_group(backend="gloo", timeout=timeout)
     set_timeout(dist.group.WORLD, timeout)
     run = Together(group, dist.get_rank(), dist.get_world_size(), {}, {})
+    held: dict[nn.Parameter, nn.Parameter] = {}  # in the place of TorchRec's parameters
     try:
         for name, sharded in list(sharded_collections(inner)):
             if not name:
                 raise UnsupportedError("The module is a sharded collection itself. Make it a part of a module.")
             run.placement |= placement_of(name, sharded)
-            image = make_image(name, sharded)
-            parent, _, last = name.rpartition(".")
-            owner = inner.get_submodule(parent)
-            run.places.append((owner, last, sharded))
-            setattr(owner, last, image)
-            run.images[name] = image
-            run.held |= _hold_shards(name, sharded, optimizer)
+            run.put_image(inner, name, make_image(name, sharded))
+            shards = _held_shards(name, sharded)
+            run.held |= {f"{name}.{key}": mine for key, (_, mine) in shards.items()}
+            held |= dict(shards.values())
+        _replace(optimizer, held)
+        weights: dict[DividedTable, nn.Parameter] = {}  # of images, by their tables: modules may share one
+        for name, divided in list(divided_tables(inner)):
+            table = divided.table
+            if table not in weights:
+                table.name = f"{name}.weight"
+                run.placement |= placement_in({table.name: table.sharding})
+                run.held[table.name] = divided.weight
+            image = make_image_of(divided, weights.get(table))
+            weights[table] = image.weight
+            run.put_image(inner, name, image)
         yield run
         run.gather("ready")
     except BaseException as error:
         run.close()
+        _replace(optimizer, {mine: given for given, mine in held.items()})
         if isinstance(error, Exception):
             run.tell(error)
         raise
@@ -254,18 +309,22 @@ def _refuse_wrapped(module: nn.Module) -> None:
             )
 
 
-def _hold_shards(name: str, sharded: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """Leaf parameters with the memory of this rank's shards, in the optimizer in place of TorchRec's views of them."""
+def _held_shards(name: str, sharded: nn.Module) -> dict[str, tuple[nn.Parameter, nn.Parameter]]:
+    """TorchRec's parameters, which are views of this rank's shards, and leaves with the same memory, by name."""
     memory = local_shards(sharded)
-    held = {}
-    for key, given in sharded.named_parameters():
-        mine = nn.Parameter(memory[key] if key in memory else given.detach(), requires_grad=given.requires_grad)
-        held[f"{name}.{key}"] = mine
-        for group in optimizer.param_groups:
-            group["params"] = [mine if parameter is given else parameter for parameter in group["params"]]
-        if given in optimizer.state:  # Adagrad makes its own when it is made
-            optimizer.state[mine] = optimizer.state.pop(given)
-    return held
+    return {
+        key: (given, nn.Parameter(memory[key] if key in memory else given.detach(), requires_grad=given.requires_grad))
+        for key, given in sharded.named_parameters()
+    }
+
+
+def _replace(optimizer: Optimizer, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Lets an optimizer have other parameters in the place of some."""
+    for group in optimizer.param_groups:
+        group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
+    for before, after in others.items():
+        if before in optimizer.state:  # Adagrad makes its own when it is made
+            optimizer.state[after] = optimizer.state.pop(before)
 
 
 def _torchrec_version() -> str | None:
@@ -275,10 +334,26 @@ def _torchrec_version() -> str | None:
 _COMPARED = 16  # examples that are compared among the ranks
 
 
-def _digest_of_data(loader: PrivateLoader, key: RandomKey) -> str | None:
-    """A digest of some examples, at places that the key chooses; None where ranks have their own, or each reading draws anew."""
-    if loader.share.begin is not None or not is_repeatable(loader.dataset, loader.collate_fn):
+def _described(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)}, {tensor.dtype}, {'trained' if tensor.requires_grad else 'not trained'}"
+
+
+def _digest_of_data(loader: PrivateLoader, key: RandomKey, size: int) -> str | None:
+    """A digest of some of the first `size` examples, at places that the key chooses; None where each reading draws anew."""
+    if not is_repeatable(loader.dataset, loader.collate_fn):
         return None
-    size = len(loader.dataset)  # type: ignore[arg-type]
     places = key.generator(_COMPARED).permutation(size)[:_COMPARED]
-    return fingerprint([size, *(loader.dataset[int(place)] for place in places)], {}, lambda module: None)
+    examples = [loader.dataset[int(place)] for place in places]
+    return _keyed(fingerprint([len(loader.dataset), *examples], {}, lambda module: None), key)  # type: ignore[arg-type]
+
+
+def _digest_of_order(loader: PrivateLoader, key: RandomKey) -> str:
+    """A digest of which examples are whose, and of which span."""
+    users, stream = loader.users, loader.stream
+    arrays = [*(() if users is None else (users.begin, users.order)), *(() if stream is None else stream.spans)]
+    return sign_order(key.secret, arrays)
+
+
+def _keyed(text: str, key: RandomKey) -> str:
+    """Tells nothing of the text without the key: it may end up in an error on somebody's screen."""
+    return hmac.new(key.secret, text.encode(), "sha256").hexdigest()

@@ -222,12 +222,20 @@ def move_rows(table: Tensor, rows: Tensor, values: Tensor, step: float) -> None:
     table.index_add_(0, rows, values, alpha=step)
 
 
-def rows_beyond(table: Tensor, rows: Tensor, limit: float) -> Tensor:
-    """Which of some rows hold a number whose magnitude is `limit` or more, bool (n,)."""
-    if compiled(table, rows) and table.is_contiguous():
-        flat = table.numpy().reshape(-1, table.shape[1:].numel())
-        return torch.from_numpy(_rows_beyond(flat, rows.numpy(), flat.dtype.type(limit)))
-    return (table[rows].abs() >= limit).flatten(1).any(1)
+def move_rows_within(table: Tensor, rows: Tensor, values: Tensor, step: float, limit: float) -> Tensor:
+    """table[rows] += step * values, in place, where all numbers of the row are smaller than `limit`; `rows` are distinct.
+
+    Returns the places among `rows` of those that stayed as they are.
+    """
+    if compiled(table, values) and table.is_contiguous():
+        width = table.shape[1:].numel()
+        flat = table.numpy().reshape(-1, width)
+        left = _move_rows_within(flat, rows.numpy(), values.numpy().reshape(-1, width), step, flat.dtype.type(limit))
+        torch.autograd.graph.increment_version(table)
+        return torch.from_numpy(left)
+    beyond = (table[rows].abs() >= limit).flatten(1).any(1)
+    table.index_add_(0, rows[~beyond], values[~beyond], alpha=step)
+    return beyond.nonzero()[:, 0]
 
 
 def claim(since: Tensor, ids: Tensor, now: int) -> tuple[Tensor, Tensor] | None:
@@ -443,15 +451,20 @@ def _move_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray, step: fl
 
 
 @njit(cache=True, nogil=True)
-def _rows_beyond(table: np.ndarray, rows: np.ndarray, limit: float) -> np.ndarray:
-    beyond = np.empty(len(rows), np.bool_)
+def _move_rows_within(table: np.ndarray, rows: np.ndarray, values: np.ndarray, step: float, limit: float) -> np.ndarray:
+    left, remaining = np.empty(len(rows), np.int64), 0
     for i in range(len(rows)):
-        row = table[rows[i]]
-        count = 0  # of all: the compiler makes vectors of it, as it does not of a loop that ends early
+        row, value = table[rows[i]], values[i]
+        beyond = 0  # of all: the compiler makes vectors of it, as it does not of a loop that ends early
         for j in range(len(row)):
-            count += abs(row[j]) >= limit
-        beyond[i] = count > 0
-    return beyond
+            beyond += abs(row[j]) >= limit
+        if beyond:
+            left[remaining] = i
+            remaining += 1
+            continue
+        for j in range(len(row)):
+            row[j] += step * value[j]
+    return left[:remaining]
 
 
 @njit(cache=True, nogil=True)

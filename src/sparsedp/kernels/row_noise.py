@@ -259,29 +259,30 @@ def _move_rows(
     half, second = len(radii) // LANES, len(radii)
     width = 2 * half
     blocks, drawn = (dim + width - 1) // width, min(half, dim)
-    steps = np.empty(half, out.dtype)  # over the grid, in the type of the table
+    normals = np.empty(blocks * width, np.float64)  # of a row
+    steps = np.empty(dim, out.dtype)  # of a row over the grid, in the type of the table
     i = block = 0
     for begin in range(0, len(rows) * blocks, LANES):
         used = _place(start, rows, blocks, begin)
         _draw_rows(radii, points, words, moved, start, drawn)
         for lane in range(used):
             for side in range(2):
-                column = block * width + side * half
-                if column >= dim:
-                    break
-                end = min(dim, column + half)
-                target = out[places[i] * dim + column : places[i] * dim + end]
-                source, angle = radii[lane * drawn :], points[side * second + lane * drawn :]
-                added = values[i * dim + column : i * dim + end]
-                for k in range(len(target)):
-                    # Noise and sum first: a table of float64 may be so large that it takes either alone to another number.
-                    noisy = std * (float64(source[k]) * float64(angle[k])) + step * float64(added[k])
-                    steps[k] = factor * float64(target[k]) + noisy
-                for k in range(len(target)):
-                    target[k] = grid * np.rint(steps[k])
+                # Unsigned, or each access would test for an index from the end.
+                source, angle = uint64(lane * drawn), uint64(lane * drawn + side * second)
+                column = uint64(block * width + side * half)
+                for k in range(uint64(drawn)):
+                    normals[column + k] = float64(radii[source + k]) * float64(points[angle + k])
             block += 1
-            if block == blocks:
-                i, block = i + 1, 0
+            if block < blocks:
+                continue
+            at, added = uint64(places[i] * dim), uint64(i * dim)
+            for k in range(uint64(dim)):
+                # Noise and sum first: a table of float64 may be so large that it takes either alone to another number.
+                noisy = std * normals[k] + step * float64(values[added + k])
+                steps[k] = factor * float64(out[at + k]) + noisy
+            for k in range(uint64(dim)):
+                out[at + k] = grid * np.rint(steps[k])
+            i, block = i + 1, 0
 
 
 @njit(cache=True, nogil=True)

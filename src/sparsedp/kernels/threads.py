@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -52,3 +55,32 @@ _WORTHWHILE, _PIECES = 1 << 16, 4
 @functools.cache
 def _pool(workers: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(workers, thread_name_prefix="sparsedp")
+
+
+@functools.cache
+def let_waiting_threads_sleep() -> None:
+    """Makes OpenMP's threads sleep soon when they wait, unless the environment says how they shall wait.
+
+    They spin for up to a millisecond or more at each of torch's parallel operations: beside other work on the same cores an
+    epoch then takes ten times as long. OMP_WAIT_POLICY=passive forbids it, but is read once, when torch loads OpenMP. GNU's
+    spins a hundredth as long, though, while it has more threads than there are cores: so a thread or two do one parallel
+    operation each, and then sleep with the threads that it took.
+    """
+    if sys.platform != "linux" or os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+        return
+    cores, team = len(os.sched_getaffinity(0)), torch.get_num_threads()
+    if team < 2 or (cores - 1) // (team - 1) > _HOLDERS:
+        return  # nobody waits, or the other cores are free for those who spin
+
+    def hold() -> None:
+        torch.ones(1 << 18).add_(1)
+        done.set()
+        threading.Event().wait()
+
+    for _ in range((cores - 1) // (team - 1)):
+        done = threading.Event()
+        threading.Thread(target=hold, name="sparsedp-openmp", daemon=True).start()
+        done.wait()
+
+
+_HOLDERS = 3  # threads that may sleep for this purpose

@@ -15,6 +15,7 @@ from sparsedp.mechanisms.eana import (
 from sparsedp.mechanisms.exponential import ExponentialSelection
 from sparsedp.mechanisms.fest import FEST
 from sparsedp.mechanisms.lazydp import LazyDP
+from sparsedp.mechanisms.look import Look, PublicCounts
 
 __all__ = [
     "DPSGD",
@@ -23,7 +24,9 @@ __all__ = [
     "AdaFEST",
     "ExponentialSelection",
     "LazyDP",
+    "Look",
     "Mechanism",
+    "PublicCounts",
     "Step",
     "eana_advisory_epsilon",
     "eana_renyi_bound",

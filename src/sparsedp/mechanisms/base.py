@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import dp_accounting
@@ -16,6 +16,7 @@ from sparsedp.capture import Captured, RowSpace
 from sparsedp.clipping import Clipping
 from sparsedp.errors import UnsupportedError, suggestion
 from sparsedp.mechanisms.expectation import Expected, RowCounts
+from sparsedp.mechanisms.look import Look
 from sparsedp.mechanisms.optimizers import refuse_for_dense_gradients, refuse_for_sparse_gradients
 from sparsedp.noise import RandomKey
 from sparsedp.tables import LocalExchange, LocalOwner, Owner, Ownership, RowExchange, TableSpec
@@ -60,6 +61,13 @@ class Mechanism(ABC):
     # The setting, a number from 0 on, that lets `select` choose fewer rows the larger it is; None: there is none.
     # `sparsedp plan` and `sparsedp.prediction.find_threshold` look for its value.
     threshold_setting: ClassVar[str | None] = None
+    # What a threshold of "auto" is found from; None: there is none to find.
+    look_at: Look | None = None
+    # The same while it is not found yet.
+    looks_at: Look | None = None
+    # What that threshold is to give: a gradient size in coordinates, or else a share of touches that is kept.
+    gradient_size: float | None = None
+    wanted_keep: float = 0.8
 
     def __init_subclass__(cls) -> None:
         if "name" not in cls.__dict__:
@@ -148,6 +156,11 @@ class Mechanism(ABC):
     def step_event(self, noise_multiplier: float, sample_rate: float) -> dp_accounting.DpEvent:
         """The privacy event of one step."""
         return gaussian_step(noise_multiplier, sample_rate)
+
+    def with_threshold(self, threshold: float) -> Mechanism:
+        """This mechanism with another value of its `threshold_setting`."""
+        assert self.threshold_setting is not None
+        return replace(self, **{self.threshold_setting: threshold})  # type: ignore[type-var]
 
     def owner(self, ownership: Ownership) -> Owner:
         """Who owns the tables' rows: what stands before a read of them, and lets them take their gradients."""

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sparsedp.accounting import ExponentialMechanismDpEvent
 from sparsedp.capture import Captured, RowSpace, RowSparse
+from sparsedp.kernels.loops import find
 from sparsedp.mechanisms.base import Mechanism, Step
 from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.noise import RandomKey, draw_marked_rows, one_gumbel_each
@@ -133,7 +134,8 @@ def top_k_gumbel(
     ]
     others, values = _largest(rows, starts, min(k, int(starts[-1]) - len(rows)), width, keys)
     noisy = np.concatenate([scores + np.concatenate(noise), values])
-    return np.sort(np.concatenate([rows, others])[np.argsort(-noisy, kind="stable")[:k]])
+    every = np.concatenate([rows, others])
+    return np.sort(every if len(every) == k else every[np.argpartition(-noisy, k - 1)[:k]])
 
 
 def _largest(
@@ -154,10 +156,15 @@ def _largest(
         ]
         fresh = np.concatenate([numbers + start for start, (numbers, _) in zip(starts, drawn)])
         exponential = slice_ * width - np.log1p(-share * np.concatenate([marks for _, marks in drawn]))
-        new = ~np.isin(fresh, passed)
-        passed = np.concatenate([passed, fresh[new]])
-        new &= ~np.isin(fresh, rows)
+        new = ~_are_among(passed, fresh)
+        passed = np.sort(np.concatenate([passed, fresh[new]]))
+        new &= ~_are_among(rows, fresh)
         largest.append(fresh[new])
         values.append(-np.log(exponential[new]))
         missing, slice_ = missing - int(new.sum()), slice_ + 1
     return np.concatenate(largest), np.concatenate(values)
+
+
+def _are_among(ascending: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Which of the numbers `wanted` are in an array. (Much faster than np.isin, which sorts both.)"""
+    return find(torch.from_numpy(ascending), torch.from_numpy(wanted)).numpy() >= 0

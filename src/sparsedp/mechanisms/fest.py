@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from sparsedp.accounting import ExponentialMechanismDpEvent, calibrate
 from sparsedp.capture import Captured, RowSpace
-from sparsedp.contribution import Contribution, touched_rows
+from sparsedp.contribution import Contribution, digest_of, touched_rows
 from sparsedp.errors import SparseDPWarning, UnsupportedError
 from sparsedp.generator import CipherGenerator
 from sparsedp.grid import grid_of, round_to
@@ -188,7 +187,7 @@ class FEST(Mechanism):
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
-        values["counts"] = None if self.counts is None else _digest(self.counts)
+        values["counts"] = None if self.counts is None else digest_of(self.counts)
         values.pop("inputs")
         return values
 
@@ -197,14 +196,6 @@ def _top(scores: np.ndarray, k: int) -> Tensor:
     if k >= len(scores):
         return torch.arange(len(scores))
     return torch.from_numpy(np.sort(np.argpartition(scores, len(scores) - k)[len(scores) - k :]))
-
-
-def _digest(counts: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(counts):
-        digest.update(name.encode())
-        digest.update(np.ascontiguousarray(np.asarray(counts[name], dtype=np.float64)).tobytes())
-    return digest.hexdigest()
 
 
 @functools.cache

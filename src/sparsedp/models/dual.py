@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsedp.nn.candidates import candidate_scores
+from sparsedp.nn.scores import score_all_rows
 from sparsedp.nn.softmax import table_softmax_loss
 
 
@@ -67,7 +68,7 @@ class TwoTowers(nn.Module, ABC):
     @torch.no_grad()
     def score_next(self, history: Tensor) -> Tensor:
         """The scores [B, items + 1] of what follows each history; padding's is -infinity."""
-        scores = F.linear(self.encode(history), self.label_table.weight)
+        scores = score_all_rows(self.encode(history), self.label_table)
         scores[:, 0] = -math.inf
         return scores
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from sparsedp.nn.candidates import candidate_scores
+from sparsedp.nn.scores import score_all_rows
 from sparsedp.nn.softmax import table_softmax_loss
 
 
@@ -66,8 +67,8 @@ class SequenceModel(nn.Module, ABC):
         Call eval() first: in training mode dropout acts here as well.
         """
         last = ((history != 0).sum(1) - 1).clamp_min(0)
-        hidden = self.encode(history)[torch.arange(len(history), device=history.device), last]
-        scores = F.linear(hidden, self.scoring_table.weight)
+        hidden = self.encode(history)[torch.arange(history.shape[0], device=history.device), last]
+        scores = score_all_rows(hidden, self.scoring_table)
         scores[:, 0] = -math.inf
         return scores
 

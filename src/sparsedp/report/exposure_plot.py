@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
@@ -10,6 +10,7 @@ from sparsedp.audit.secret_sharers import SecretSharer
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 _LINES = ("-", "--", "-.", ":")  # another one when all colours are used
+_MOST_TICKS = 12
 _NO_TRACE = 1.0  # the median exposure of what was not trained on
 
 
@@ -26,13 +27,24 @@ def exposure_plot(results: Mapping[str, SecretSharer]) -> Figure:
             if len(results) <= len(_COLORS):
                 low, high = [q.low for q in quartiles], [q.high for q in quartiles]
                 panel.fill_between(at, low, high, color=color, alpha=0.12, linewidth=0)
-        panel.axhline(_NO_TRACE, color="black", linewidth=0.6, linestyle=":")
+        panel.axhline(_NO_TRACE, color="black", linewidth=0.8, linestyle=":", label="no trace")
         panel.set_xscale("log")
         ticks = sorted({entry.repetitions for result in results.values() for entry in result.exposures})
-        panel.set_xticks(ticks, [str(tick) for tick in ticks])
+        shown = _apart(ticks)
+        panel.set_xticks(shown, [str(tick) for tick in shown])
         panel.set_xticks([], minor=True)
         panel.set_xlabel("repetitions of a canary")
-        panel.set_ylabel(f"exposure {title} [bits]")
+        panel.set_ylabel(f"exposure {title} [bits], lower is better")
         panel.grid(alpha=0.25)
-    panels[0].legend(fontsize=7)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     return figure
+
+
+def _apart(ticks: Sequence[int]) -> list[int]:
+    """Those of ascending ticks whose numbers do not lie on one another on a logarithmic axis."""
+    least = (ticks[-1] / ticks[0]) ** (1 / _MOST_TICKS)
+    shown: list[int] = []
+    for tick in ticks:
+        if not shown or tick >= shown[-1] * least:
+            shown.append(tick)
+    return shown

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VALIDATION, TEST = "validation", "test"
-_MORE_IS_BETTER = {"auc", "ndcg@10", "hit@10", "precision@10", "recall@10"}
+_MORE_IS_BETTER = {"auc", "ndcg@10", "hit@10", "precision@10", "recall@10", "mrr"}
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,10 @@ def _number(value: Any) -> float:
 
 
 # ------------------------------------------------------------------ settings, and what is best among them
+
+
+def is_better_when_more(metric: str) -> bool:
+    return metric in _MORE_IS_BETTER
 
 
 def metric_of(runs: Sequence[Run]) -> str:
@@ -221,6 +225,12 @@ def _at_point(
     summary: dict[str, Any] = {"point": point, "reference": None if against is None else against.to_dict(against)}
     chosen = {name: best(settings_at(runs, name, point, metric)) for name in controls}
     summary["controls"] = {name: None if s is None else s.to_dict(against) for name, s in chosen.items()}
+    summary["control_settings"] = {
+        name: [setting.to_dict(against) for setting in settings_at(runs, name, point, metric)] for name in controls
+    }
+    summary["control_below"] = _above_control(chosen.get("non_private"), [
+        best(settings_at(runs, name, point, metric)) for name in variants
+    ])  # fmt: skip
     frozen = chosen.get("frozen")
     gain = None if frozen is None or against is None else frozen.loss(against, TEST)
     summary["gain_of_tables"] = None if gain is None else gain.to_dict()
@@ -244,6 +254,18 @@ def _at_point(
             "settings": [setting.to_dict(against) for setting in settings],
         }
     return summary
+
+
+def _above_control(control: Setting | None, tops: Sequence[Setting | None]) -> list[str]:
+    """The variants whose private best is above the best without privacy, on the test half: the control is not what it is for."""
+    if control is None:
+        return []
+    private = [
+        top
+        for top in tops
+        if top is not None and all(_number(r.result["epsilon"]) < math.inf for r in top.runs.values())
+    ]
+    return [top.group for top in private if top.utility(TEST) > control.utility(TEST)]
 
 
 def _lies_at(run: Run, point: Mapping[str, Any]) -> bool:

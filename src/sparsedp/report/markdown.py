@@ -9,7 +9,8 @@ from typing import Any
 TABLES_DO_NOT_MATTER = "the tables matter too little here for a trade-off to mean something"
 METRIC_NAMES = {
     "auc": "AUC", "log_loss": "log loss", "ndcg@10": "NDCG@10", "hit@10": "HIT@10", "precision@10": "precision@10",
-    "recall@10": "recall@10", "loss": "loss",
+    "recall@10": "recall@10", "loss": "loss", "mrr": "MRR", "mse": "mean squared error", "brier_score": "Brier score",
+    "calibration_error": "calibration error",
 }  # fmt: skip
 CONTROL_NAMES = {"non_private": "not private", "frozen": "tables frozen"}
 
@@ -85,6 +86,14 @@ def _point(at: Mapping[str, Any], summary: Mapping[str, Any], metric: str) -> li
         rows.append(["the model that drew the clicks", f"{at['planted_auc']:.4f} (all held out)", "", "", "", "", ""])
     header = ["", metric, "loss", "epsilon", "clipped", "seeds", "settings"]
     lines += _table(header, rows)
+    if below := at.get("control_below"):
+        lines += [
+            "",
+            f"**The best run without privacy is below {', '.join(f'`{name}`' for name in below)}: it is no measure of what "
+            "privacy costs. Clipping and noise regularise; give the control other rates (`control_rates`), fewer epochs or "
+            "weight decay (`controls.non_private.set` and `grid`).**",
+        ]
+    lines += _all_settings(at, metric)
     others = {name: variant for name, variant in at["variants"].items() if name != summary["reference"]}
     if not others:
         return lines
@@ -112,6 +121,37 @@ def _point(at: Mapping[str, Any], summary: Mapping[str, Any], metric: str) -> li
     if open_ended:
         lines += ["", f"Without any privacy guarantee (epsilon is infinite): {', '.join(open_ended)}."]
     return lines
+
+
+def _all_settings(at: Mapping[str, Any], metric: str) -> list[str]:
+    """Each setting that was run, with both halves: one chooses, the other reports."""
+    groups = {CONTROL_NAMES[name]: entries for name, entries in at.get("control_settings", {}).items()}
+    groups |= {name: variant["settings"] for name, variant in at["variants"].items()}
+    rows = [
+        [
+            name,
+            describe_settings(entry["settings"]),
+            _plus_minus(entry["metric"]["validation"]),
+            _plus_minus(entry["metric"]["test"]),
+            _plus_minus(entry["loss"]["test"]),
+            _percent(entry["kept_mass"]),
+            _percent(entry["clipped_share"]),
+            str(len(entry["seeds"])),
+        ]
+        for name, entries in groups.items()
+        for entry in entries
+    ]
+    header = [
+        "",
+        "settings",
+        f"{metric} (validation, chooses)",
+        f"{metric} (test, reports)",
+        "loss",
+        "kept mass",
+        "clipped",
+        "seeds",
+    ]
+    return ["", "Every setting:", "", *_table(header, rows)] if rows else []
 
 
 def _utility(entry: Mapping[str, Any] | None, frozen: bool) -> list[str]:

@@ -7,8 +7,9 @@ heat.png    utility and gradient size over two knobs, for variants with a grid o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
+from sparsedp.report.chart import short
 from sparsedp.report.markdown import CONTROL_NAMES, METRIC_NAMES, TABLES_DO_NOT_MATTER, describe_settings
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
+_TITLE_WIDTH = 56  # letters above a panel of heat.png
 _LINES = {"non_private": ":", "frozen": "--"}
 
 
@@ -73,20 +76,25 @@ def front_plot(summary: Mapping[str, Any]) -> Figure | None:
             )  # fmt: skip
         lines = {CONTROL_NAMES[name]: (entry, _LINES[name]) for name, entry in at["controls"].items()}
         lines[f"{summary['reference']} (reference)"] = (at["reference"], "-")
+        low, high = _range(summary)
         for label, (entry, style) in lines.items():
-            if entry is not None:
+            if entry is not None and low <= entry["metric"]["test"]["mean"] <= high:  # others are written at the edge
                 panel.axhline(entry["metric"]["test"]["mean"], linestyle=style, color="0.35", linewidth=1, label=label)
     _focus(panels, summary)
     for panel in panels:
         panel.set_xscale("log")
-        panel.set_xlabel("gradient-size reduction")
-    panels[0].set_ylabel(f"{METRIC_NAMES[summary['metric']]}, test half")
-    _legend(figure, panels[0])
+        panel.set_xlabel("gradient-size reduction (right is better)")
+    panels[0].set_ylabel(f"{METRIC_NAMES[summary['metric']]}, test half ({_better(summary)})")
+    _legend(figure, panels)
     return figure
 
 
-def _focus(panels: Sequence[Axes], summary: Mapping[str, Any]) -> None:
-    """Shows the range of the variants; a control far outside of it is written at the edge instead of flattening them."""
+def _better(summary: Mapping[str, Any]) -> str:
+    return "higher is better" if summary["more_is_better"] else "lower is better"
+
+
+def _range(summary: Mapping[str, Any]) -> tuple[float, float]:
+    """From the smallest to the largest value that is drawn: of the variants, and of controls that are not far from them."""
     values = [
         entry["metric"]["test"]["mean"]
         for at in summary["points"]
@@ -100,12 +108,18 @@ def _focus(panels: Sequence[Axes], summary: Mapping[str, Any]) -> None:
             value = entry["metric"]["test"]["mean"]
             if low - reach <= value <= high + reach:
                 low, high = min(low, value), max(high, value)
+    return low, high
+
+
+def _focus(panels: Sequence[Axes], summary: Mapping[str, Any]) -> None:
+    """Shows the range of the variants; a control far outside of it is written at the edge instead of flattening them."""
+    low, high = _range(summary)
     pad = 0.06 * max(high - low, 1e-3)
-    panels[0].set_ylim(low - pad, high + pad)  # shared by all panels
+    panels[0].set_ylim(low - 2 * pad, high + 2 * pad)  # shared by all panels; with room for a line of text at each edge
     for panel, at in zip(panels, summary["points"]):
         for name, entry in at["controls"].items():
             value = None if entry is None else entry["metric"]["test"]["mean"]
-            if value is not None and not low - pad <= value <= high + pad:
+            if value is not None and not low <= value <= high:
                 below = value < low
                 text = f"{CONTROL_NAMES[name]}: {value:.4f} {'(below)' if below else '(above)'}"
                 place = (0.02, 0.02 if below else 0.98)
@@ -124,9 +138,11 @@ def best_plot(summary: Mapping[str, Any]) -> Figure | None:
     figure, panels = _panels(summary)
     at_loss = np.arange(len(summary["losses"]))
     width = 0.8 / len(variants)
+    highest = 1.0
     for panel, at in zip(panels, summary["points"]):
         for i, (name, color) in enumerate(variants.items()):
             choices = [entry["choice"] for entry in at["variants"][name]["best_reduction"]]
+            highest = max([highest, *(choice["reduction"] for choice in choices if choice is not None)])
             places = at_loss - 0.4 + width * (i + 0.5)
             heights = [np.nan if choice is None else choice["reduction"] for choice in choices]
             panel.bar(places, heights, width * 0.92, color=color, label=name)
@@ -135,18 +151,22 @@ def best_plot(summary: Mapping[str, Any]) -> Figure | None:
                 height = 1.0 if choice is None else max(1.0, choice["reduction"])
                 panel.annotate(text, (place, height), (0, 2), textcoords="offset points", ha="center", fontsize=7)
         panel.set_yscale("log")
-        panel.set_ylim(bottom=1.0)
-        panel.margins(y=0.1)
+        panel.set_xlim(-0.5, len(at_loss) - 0.5)
         panel.set_xticks(at_loss, [f"{loss:g}" for loss in summary["losses"]])
         panel.set_xlabel(f"utility loss of at most ({METRIC_NAMES[summary['metric']]}, validation half)")
-    panels[0].set_ylabel("best gradient-size reduction")
-    _legend(figure, panels[0])
+    # Shared by all panels; with room for the number on the highest bar.
+    panels[0].set_ylim(1.0, 2.0 * highest)
+    panels[0].set_ylabel("best gradient-size reduction (higher is better)")
+    _legend(figure, panels)
     return figure
 
 
-def _legend(figure: Figure, panel: Axes) -> None:
-    handles, labels = panel.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(6, len(labels)), fontsize=8, frameon=False)
+def _legend(figure: Figure, panels: Sequence[Axes]) -> None:
+    """Beside the panels, with what any of them shows."""
+    entries = {
+        label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels())
+    }  # fmt: skip
+    figure.legend(entries.values(), entries.keys(), loc="outside right upper", fontsize=8, frameon=False)
 
 
 def heat_plot(summary: Mapping[str, Any]) -> Figure | None:
@@ -169,11 +189,12 @@ def heat_plot(summary: Mapping[str, Any]) -> Figure | None:
             utility[down.index(y), across.index(x)] = entry["metric"]["test"]["mean"]
             size[down.index(y), across.index(x)] = entry["gradient_size"]
         # Dark is good in both, as in the paper.
-        _heat(left, utility, "{:.4f}", "viridis_r" if summary["more_is_better"] else "viridis", None)
-        _heat(right, size, "{:.3g}", "viridis", LogNorm() if np.nanmin(size) > 0 else None)
+        _heat(left, utility, "{:.4f}".format, "viridis_r" if summary["more_is_better"] else "viridis", None)
+        _heat(right, size, lambda value: short(value, 3), "viridis", LogNorm() if np.nanmin(size) > 0 else None)
         titles = (f"{metric}, test half", "gradient size (coordinates a step)")
         for panel, title in zip((left, right), titles):
-            panel.set_title(" - ".join(filter(None, (name, _title(at).partition("\n")[0], title))), fontsize=9)
+            where = ", ".join(filter(None, (name, _title(at).partition("\n")[0])))
+            panel.set_title("\n".join([*wrap(where, _TITLE_WIDTH), title]), fontsize=9)
             panel.set_yticks(range(len(down)), [f"{value:g}" for value in down])
             panel.set_xticks(range(len(across)), [f"{value:g}" for value in across])
             panel.set_ylabel(first.rpartition(".")[2])
@@ -214,12 +235,12 @@ def best_cells(
     return cells
 
 
-def _heat(panel: Axes, values: np.ndarray, form: str, colors: str, norm: LogNorm | None) -> None:
+def _heat(panel: Axes, values: np.ndarray, written: Callable[[float], str], colors: str, norm: LogNorm | None) -> None:
     image = panel.imshow(values, cmap=colors, norm=norm, aspect="auto", origin="lower")
     for (y, x), value in np.ndenumerate(values):
         if np.isfinite(value):
             red, green, blue, _ = image.cmap(image.norm(value))
             light = 0.3 * red + 0.6 * green + 0.1 * blue > 0.5
-            panel.text(x, y, form.format(value), ha="center", va="center", fontsize=8, color="k" if light else "w")
+            panel.text(x, y, written(value), ha="center", va="center", fontsize=8, color="k" if light else "w")
     assert panel.figure is not None
-    panel.figure.colorbar(image, ax=panel)
+    panel.figure.colorbar(image, ax=panel, label="darker is better", format=lambda value, _: short(value))

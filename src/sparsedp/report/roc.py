@@ -16,7 +16,7 @@ _COLORS = ("#0072b2", "#d55e00")
 
 def write_roc(attacks: Sequence[AttackResult], epsilon: float, delta: float, title: str, path: Path) -> None:
     """Curves with their intervals, the rates that were measured apart, chance, and the region that epsilon rules out."""
-    figure = Figure(figsize=(6.2, 5.2), layout="constrained")
+    figure = Figure(figsize=(8.6, 5.2), layout="constrained")
     axes = figure.subplots()
     lowest = max(1e-5, 0.5 / max(attack.non_members for attack in attacks))
     rates = np.geomspace(lowest, 1, 400)
@@ -40,9 +40,10 @@ def write_roc(attacks: Sequence[AttackResult], epsilon: float, delta: float, tit
     else:
         axes.plot([], [], " ", label="epsilon is infinite: nothing is ruled out")
     axes.set(
-        xscale="log", yscale="log", xlim=(lowest, 1), ylim=(lowest, 1), xlabel="false positive rate", ylabel="true positive rate"
+        xscale="log", yscale="log", xlim=(lowest, 1), ylim=(lowest, 1), xlabel="false positive rate",
+        ylabel="true positive rate (higher: the attack knows more)"
     )  # fmt: skip
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.25)
-    axes.legend(loc="lower right", fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
     figure.savefig(path, dpi=130)

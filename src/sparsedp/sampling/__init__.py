@@ -1,6 +1,7 @@
 """Which units meet in a batch: Poisson or shuffled sampling, micro-batches, empty batches, streams by period, shares of ranks."""
 
 from sparsedp.sampling.collate import collate_anew, is_repeatable
+from sparsedp.sampling.columns import rows_reader
 from sparsedp.sampling.draws import BatchInfo
 from sparsedp.sampling.loader import PrivateLoader
 from sparsedp.sampling.poisson import poisson_indices
@@ -19,6 +20,7 @@ __all__ = [
     "is_repeatable",
     "owners_of",
     "poisson_indices",
+    "rows_reader",
     "users_of",
     "whole_users",
 ]

@@ -122,15 +122,19 @@ class Draws:
         """
         key = self.key.child(_FETCH, *self.share.key_path)
         step, source = -1, key.generator()
-        for indices in self.physical(start, infos):
+        for indices in self.listed(start, infos):
             if infos[-1].step != step:
                 step = infos[-1].step
                 source = key.generator(step)
             seed_globals(source)
             yield indices
 
-    def physical(self, start: Place, infos: deque[BatchInfo]) -> Iterator[list[int]]:
-        """Places in this rank's data set of its physical batches from `start` on, for torch's machinery, which may run ahead.
+    def listed(self, start: Place, infos: deque[BatchInfo]) -> Iterator[list[int]]:
+        """As `physical`, for torch's machinery."""
+        return (places.tolist() for places in self.physical(start, infos))
+
+    def physical(self, start: Place, infos: deque[BatchInfo]) -> Iterator[np.ndarray]:
+        """Places in this rank's data set of its physical batches from `start` on, for what fetches them and may run ahead.
 
         An info for each goes to `infos`, in the same order. Empty batches are in `infos` only: the loader puts a stand-in
         there. Every rank has as many physical batches of a logical one as the others.
@@ -146,7 +150,7 @@ class Draws:
                 owners = None if sizes is None else owners_of(sizes)
                 infos.append(BatchInfo(len(units), len(drawn), i == 0, i == len(parts) - 1, step, span, owners))
                 if len(units):
-                    yield places.tolist()
+                    yield places
 
     def _parts_of_examples(self, drawn: np.ndarray) -> list[np.ndarray]:
         """This rank's physical batches of a logical one: places in its data set. As many as the rank with the most needs."""

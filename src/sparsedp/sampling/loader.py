@@ -11,12 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from sparsedp.errors import CheckpointError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.noise import RandomKey
 from sparsedp.progress import Progress, no_progress
 from sparsedp.sampling.collate import examine, refuse_reordering, stand_in
+from sparsedp.sampling.columns import column_reader, one_ahead
 from sparsedp.sampling.draws import BatchInfo, Draws, Place, Span
 from sparsedp.sampling.share import Share
 from sparsedp.sampling.stream import Stream
@@ -57,6 +59,9 @@ class PrivateLoader(DataLoader[Any]):
     runs with and without workers equal. To keep it so, one pass is live at a time: a new `iter(loader)` ends
     the one before.
     """
+
+    # accelerate's prepare() hands on what says so. It would otherwise wrap the loader, which then yields nothing.
+    _is_accelerate_prepared = True
 
     def __init__(
         self,
@@ -113,7 +118,7 @@ class PrivateLoader(DataLoader[Any]):
         self._draws = Draws(key, spans, batch_size, poisson, shuffle, max_physical_batch, users, share)
         self._feed = feed
         self._pass = 0  # number of the live pass
-        self._warned = False  # of a pass that was cut short
+        self.warns_of_cuts = True  # once, of a pass that somebody may have cut short by mistake
         self._done = Place(0, 0, 0)  # behind the last complete logical batch
         self._next = Place(0, 0, 0)  # where the next pass starts
 
@@ -218,8 +223,12 @@ class PrivateLoader(DataLoader[Any]):
             self.users.refuse_change(self.dataset)
         self._pass += 1
         infos: deque[BatchInfo] = deque()
+        read = None if self.num_workers or self._pins else column_reader(self.dataset, self.collate_fn)
+        if read is not None:
+            fetched = one_ahead(map(read, self._draws.physical(self._next, infos)))
+            return self._batches(fetched, infos, self._next, self._pass)
         # The source must not refer to this loader: persistent workers in a cycle take seconds to shut down.
-        source = (self._draws.physical if self.num_workers else self._draws.seeded)(self._next, infos)
+        source = (self._draws.listed if self.num_workers else self._draws.seeded)(self._next, infos)
         # For as long as torch starts its workers: what the user gave is a public seed, or the global generator, which must
         # stay as it is. (A resumed run starts one pass more than an uninterrupted one.)
         given = self.generator, self.worker_init_fn
@@ -231,6 +240,10 @@ class PrivateLoader(DataLoader[Any]):
         finally:
             self.generator, self.worker_init_fn = given
         return self._batches(fetched, infos, self._next, self._pass)
+
+    @property
+    def _pins(self) -> bool:
+        return self.pin_memory and torch.accelerator.is_available()
 
     def _secret_seeds(self, key: RandomKey) -> dict[str, Any]:
         """The arguments of a DataLoader that decide what its workers draw (`sparsedp.sampling.workers`)."""
@@ -304,9 +317,9 @@ class PrivateLoader(DataLoader[Any]):
         """
         logical = last.step - start.step + last.last
         as_many = given == self.steps_per_epoch != logical
-        if self._warned or given < 2 or (last.last and not as_many):
+        if not self.warns_of_cuts or given < 2 or (last.last and not as_many):
             return
-        self._warned = True
+        self.warns_of_cuts = False
         warnings.warn(
             f"A loop over the private loader ended after {given} physical batches, which hold {logical} whole logical batches, "
             f"one for each step, of the {self.steps_per_epoch} of an epoch. len(loader) counts logical batches; with "

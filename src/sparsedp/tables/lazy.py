@@ -448,23 +448,20 @@ class LazyOwner(Owner):
         grid, a unit could move it by several times lr C: such rows take gradient and noise together. Who does is decided by w
         from before the step, which has its noise.
         """
-        if self._std > 0:
-            grid = self._grids(group)[0]
-            # Of a shard, its columns alone decide: a row may take its noise now in some columns and later in others, by other
-            # keys than in the whole table. Columns are independent, so the law is the same.
-            beyond = loops.rows_beyond(weight, rows, 2 * grid / torch.finfo(weight.dtype).eps)
-            count = int(beyond.sum())
-            if count and count == len(rows):  # mostly all rows of a table are alike: no copies of their gradients
-                self._take_together(group, table, weight, rows, values, grid)
-                return
-            if count:
-                together, apart = beyond.nonzero()[:, 0], (~beyond).nonzero()[:, 0]
-                chosen, sums = rows.index_select(0, together), values.index_select(0, together)
-                self._take_together(group, table, weight, chosen, sums, grid)
-                rows, values = rows.index_select(0, apart), values.index_select(0, apart)
         pulled = group.coefficients.pull_back()
         assert pulled is not None  # `begin` refuses it
-        loops.move_rows(weight, rows, values, pulled)
+        if self._std == 0:
+            loops.move_rows(weight, rows, values, pulled)
+            return
+        grid = self._grids(group)[0]
+        # Of a shard, its columns alone decide: a row may take its noise now in some columns and later in others, by other
+        # keys than in the whole table. Columns are independent, so the law is the same.
+        beyond = loops.move_rows_within(weight, rows, values, pulled, 2 * grid / torch.finfo(weight.dtype).eps)
+        if len(beyond) == len(rows):  # mostly all rows of a table are alike: no copies of their gradients
+            self._take_together(group, table, weight, rows, values, grid)
+        elif len(beyond):
+            chosen, sums = rows.index_select(0, beyond), values.index_select(0, beyond)
+            self._take_together(group, table, weight, chosen, sums, grid)
 
     def _take_together(
         self, group: _Group, table: _Table, weight: Tensor, rows: Tensor, sums: Tensor, grid: float

@@ -67,12 +67,22 @@ class Ranks(ABC):
     shards: Mapping[str, Shard]  # those that this rank has of tables which it does not have as a whole
 
     @abstractmethod
-    def meet(self, step: int, batch: int, dense: Iterable[Tensor]) -> None:
-        """Before a step: raises on all ranks if they are not at the same step and batch, with the same dense parameters."""
+    def meet(
+        self, step: int, batch: int, options: Iterable[tuple[str, bool, str | None]], dense: Iterable[Tensor]
+    ) -> None:
+        """Before a step: raises on all ranks if they are not about to take the same one.
+
+        They are to be at the same step and batch, with the same dense parameters. `options` are (name, whether it is trained,
+        the optimizer's options for it) of each parameter; None: this rank has no part of it.
+        """
 
     @abstractmethod
     def owns(self, name: str) -> bool:
         """Whether this rank has any part of a table."""
+
+    @abstractmethod
+    def counts(self, name: str) -> bool:
+        """Whether rows of a table that this rank owns are counted here: not if another rank has the same ones."""
 
     @abstractmethod
     def exchange(self, space: RowSpace, rows: Tensor) -> RowExchange:
@@ -115,10 +125,15 @@ class OneRank(Ranks):
     several = False
     shards: Mapping[str, Shard] = MappingProxyType({})
 
-    def meet(self, step: int, batch: int, dense: Iterable[Tensor]) -> None:
+    def meet(
+        self, step: int, batch: int, options: Iterable[tuple[str, bool, str | None]], dense: Iterable[Tensor]
+    ) -> None:
         return
 
     def owns(self, name: str) -> bool:
+        return True
+
+    def counts(self, name: str) -> bool:
         return True
 
     def exchange(self, space: RowSpace, rows: Tensor) -> RowExchange:

@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsedp.capture.ops.helpers import bind
 from sparsedp.capture.ops.protocol import CaptureForRules
-from sparsedp.capture.ops.registry import Call, axis_rule, use_rule
+from sparsedp.capture.ops.registry import Call, NotThisForm, axis_rule, use_rule
 from sparsedp.capture.units import Mixed, UnitAxis
 from sparsedp.errors import UnsupportedError
 
@@ -26,6 +27,24 @@ def _scaled_dot_product_axis(call: Call, source: Tensor, axis: UnitAxis) -> Unit
     if axis.dim >= source.ndim - 2 and not is_mask:
         return Mixed(call.name)
     return axis.shifted(call.out.ndim - source.ndim)
+
+
+_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+
+
+@use_rule("scaled_dot_product_attention")
+def _scaled_dot_product(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Any:
+    """With a mask that is made of parameters, such as a bias by relative position, in operations that have rules."""
+    bound = bind(_ARGUMENTS, args, kwargs)
+    query, key, value, mask = bound["query"], bound["key"], bound["value"], bound.get("attn_mask")
+    made_of_parameters = [capture.expression(tensor) is not None for tensor in (query, key, value, mask)]
+    if made_of_parameters != [False, False, False, True] or bound.get("enable_gqa") or bound.get("is_causal"):
+        raise NotThisForm
+    scale, dropout = bound.get("scale"), bound.get("dropout_p") or 0.0
+    with capture.resumed():
+        scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+        weights = (scores + mask).softmax(-1)
+        return (F.dropout(weights, dropout) if dropout else weights) @ value
 
 
 @use_rule("multi_head_attention_forward")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsedp.capture.expressions import Expression, Placed, place_looked_up
+from sparsedp.capture.ids import explained_ids
 from sparsedp.capture.ops import absent
 from sparsedp.capture.ops.helpers import bind, require_affordable, require_functional
 from sparsedp.capture.ops.protocol import CaptureForRules
@@ -180,7 +181,8 @@ def _embedding(capture: CaptureForRules, name: str, func: Callable, args: tuple,
     skip = None if skip is None else skip % expression.tensor.shape[0]
     if ids.is_nested:
         return _nested_rows(capture, name, weight, ids, skip)
-    out = bound["found"] if "found" in bound else torch.embedding(expression.tensor.detach(), ids)
+    with explained_ids(expression.names, expression.tensor.shape[0], ids):
+        out = bound["found"]() if "found" in bound else torch.embedding(expression.tensor.detach(), ids)
     if not is_plain_table(capture, weight):
         return record_computed_lookup(capture, name, weight, ids, out, skip)
     table, first = table_of(capture, name, weight)
@@ -251,7 +253,8 @@ def _embedding_bag(capture: CaptureForRules, name: str, func: Callable, args: tu
         skip += table.tensor.shape[0]
     bound["weight"] = table.tensor.detach()
     bound["sparse"] = False
-    out = bound["found"] if "found" in bound else F.embedding_bag(**bound)
+    with explained_ids(table.names, table.tensor.shape[0], ids):
+        out = bound["found"]() if "found" in bound else F.embedding_bag(**bound)
     if out.shape[0] != capture.units:
         raise capture.refuse(
             name,
@@ -279,12 +282,15 @@ def _embedding_bag(capture: CaptureForRules, name: str, func: Callable, args: tu
             )  # fmt: skip
     kept_ids = capture.keep(ids, name, table.names)
     kept_weights = None if weights is None else capture.keep(weights, name, table.names)
+    one_each = weights is None and torch.equal(bag_of, torch.arange(units, device=bag_of.device))
 
     def finish(grad: Tensor) -> Placed:
         rows = kept_ids.get().reshape(-1).long()
         kept = rows + first
         if skip is not None:
             kept = kept.masked_fill(rows == skip, -1)
+        if one_each:  # a sum, or a mean, of one row is the row
+            return [(table.parameters[0][0], Lookup(kept, bag_of, grad, one_each=True))]
         factor = None if kept_weights is None else kept_weights.get().reshape(-1)
         if mode == "mean":
             sizes = torch.zeros(units, dtype=grad.dtype, device=grad.device)

@@ -27,6 +27,10 @@ class CaptureForRules(Protocol):
     def units(self) -> int:
         """How many places the unit axis has: one for each example."""
 
+    @property
+    def forward_only(self) -> bool:
+        """Whether it is known that no backward pass follows, as where rows are counted."""
+
     def is_data(self, tensor: Any) -> bool:
         """Whether it is a tensor that depends on the batch."""
 

@@ -53,7 +53,7 @@ def _table_softmax_loss(capture: CaptureForRules, name: str, func: Callable, arg
         )  # fmt: skip
     wanted, left_out = checked_targets(target, weight.shape[0], bound.get("ignore", 0))
     passed: list[Passed] = []
-    out = SoftmaxLoss.apply(hidden, weight, wanted, left_out, passed)  # type: ignore[no-untyped-call]
+    out = SoftmaxLoss.apply(hidden, weight, wanted, left_out, passed, capture.forward_only)  # type: ignore[no-untyped-call]
     kept_weight = capture.keep(weight, name, table.names)
     first, mark = table.offset // weight.shape[1], _mark(weight)
     is_changed = capture.refuse(
@@ -62,12 +62,11 @@ def _table_softmax_loss(capture: CaptureForRules, name: str, func: Callable, arg
 
     def finish(grad: Tensor) -> Placed:
         done = passed[0]
-        assert done.square is not None
         if _mark(kept_weight.get()) != mark:  # through .data, which its version does not tell of
             raise is_changed
         use = Softmax(
             done.hidden, wanted, done.log_sum, done.scale * grad[:, None], kept_weight.get, first, left_out,
-            square=done.square * grad.double().square(), sizes=done.sizes,
+            square=None if done.square is None else done.square * grad.double().square(), sizes=done.sizes,
         )  # fmt: skip
         return [(table.parameters[0][0], use)]
 

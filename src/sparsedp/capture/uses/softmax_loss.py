@@ -112,15 +112,18 @@ def softmax_pass(
 class SoftmaxLoss(torch.autograd.Function):
     """losses (B,) of hidden (B, P, d), table (V, d) and target (B, P), -1 where a position does not count.
 
-    `passed` receives the forward pass, with the units' norms, for whoever keeps the use of the table.
+    `passed` receives the forward pass, with the units' norms, for whoever keeps the use of the table. With `losses_only` it is
+    known that no backward pass follows: neither norms nor gradients are computed.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, table: Tensor, target: Tensor, left_out: int | None, passed: list[Passed] | None
-    ) -> Tensor:
-        gradient = ctx.needs_input_grad[0]
-        losses, result = softmax_pass(hidden, table, target, left_out, gradient=gradient, norms=passed is not None)
+        ctx: Any, hidden: Tensor, table: Tensor, target: Tensor, left_out: int | None, passed: list[Passed] | None,
+        losses_only: bool = False,
+    ) -> Tensor:  # fmt: skip
+        gradient, norms = ctx.needs_input_grad[0] and not losses_only, passed is not None and not losses_only
+        losses, result = softmax_pass(hidden, table, target, left_out, gradient=gradient, norms=norms)
+        ctx.losses_only = losses_only
         if passed is not None:
             passed.append(result)
         ctx.left_out = left_out
@@ -132,7 +135,8 @@ class SoftmaxLoss(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+        assert not ctx.losses_only, "a backward pass after a forward pass that was to have none"
         hidden_grad, hidden, table, target, log_sum, scale = ctx.saved_tensors
         of_hidden = None if hidden_grad is None else hidden_grad * grads[0][:, None, None]
         of_table = None
@@ -140,4 +144,4 @@ class SoftmaxLoss(torch.autograd.Function):
             of_table = torch.zeros_like(table, memory_format=torch.contiguous_format)
             use = Softmax(hidden, target, log_sum, scale, lambda: table, 0, ctx.left_out)
             use.add_weighted_sum(of_table.view(-1), grads[0])
-        return of_hidden, of_table, None, None, None
+        return of_hidden, of_table, None, None, None, None

@@ -12,9 +12,13 @@ from rich.console import Console
 from rich.table import Table
 
 from sparsedp.cli.arguments import positive_number
+from sparsedp.cli.compare import add_compare_arguments, run_compare
 from sparsedp.cli.config.load import add_config_arguments, explain_config, load_config
 from sparsedp.cli.plan_report import plan_report
 from sparsedp.cli.runfolder import plain
+from sparsedp.cli.sharding_report import Processes, add_processes_arguments, exit_code, print_sharding
+from sparsedp.cli.tasks import shown_tasks
+from sparsedp.errors import ConfigError
 
 _TABLES_SHOWN = 5
 
@@ -24,6 +28,9 @@ EPILOG = """examples:
   sparsedp plan my.yaml --no-measure --json
   sparsedp plan demo --set 'privacy.mechanism={name: adafest}' --reduction 100
   sparsedp plan my.yaml --counts frequencies.npz
+  sparsedp plan my.yaml --nproc 64 --hosts 8 --memory 256GB
+  sparsedp plan demo --compare --look-at-data
+  sparsedp plan demo --compare --release frequencies.pt
 
 Rows touched, selected and falsely selected are predicted from a look at the training data, without noise, or from
 public counts: a .npz, .pt or .json file that holds, for each table's name, how many units touch each row, and
@@ -49,7 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive_number,
         help="the same, for a gradient X times smaller than a dense one",
     )
+    add_processes_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--quiet", action="store_true", help="show the plan only, not what is being done")
+    add_compare_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -57,22 +67,36 @@ def run(args: argparse.Namespace) -> int:
     if args.show_config:
         print(explain_config(config), end="")
         return 0
-    report = plan_report(
-        config,
-        measure=not args.no_measure,
-        counts=args.counts,
-        gradient_size=args.gradient_size,
-        reduction=args.reduction,
-    )
+    processes = Processes.of(args)
+    if args.compare and processes is not None:
+        raise ConfigError("--compare is about one process; leave --nproc, --hosts and --memory out")
+    if args.compare:
+        return run_compare(config, args)
+    if args.look_at_data or args.release is not None:
+        raise ConfigError("--look-at-data and --release are for --compare")
+    with shown_tasks(args.quiet) as progress:
+        report = plan_report(
+            config,
+            measure=not args.no_measure,
+            counts=args.counts,
+            gradient_size=args.gradient_size,
+            reduction=args.reduction,
+            progress=progress,
+            processes=processes,
+        )
     if args.json:
         print(json.dumps(plain(report), indent=2))
     else:
         console = Console(highlight=False)
         console.print(_summary(report))
         console.print(_tables(report))
+        if processes is not None:
+            print_sharding(console, report)
+        for concern in report["concerns"]:
+            console.print(f"warning: {concern}", markup=False)
         if closing := _closing(report):
             console.print(closing)
-    return 0
+    return exit_code(report)
 
 
 def _megabytes(count: int) -> str:

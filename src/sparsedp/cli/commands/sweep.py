@@ -10,15 +10,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from sparsedp.cli.arguments import positive_count
+from sparsedp.cli.arguments import positive_count, positive_number
 from sparsedp.cli.config.load import add_set_argument
 from sparsedp.cli.config.sweepfile import expand, load_sweep, sweep_names
 from sparsedp.cli.config.trust import add_trust_argument
 from sparsedp.cli.files import locked
+from sparsedp.cli.privatesearch import search_privately
 from sparsedp.cli.runfolder import plain
 from sparsedp.cli.signals import stop_on_signals
 from sparsedp.cli.sweepfolder import SweepFolder
 from sparsedp.cli.sweepjobs import Job, carry_out
+from sparsedp.errors import ConfigError
 
 FAILED, INTERRUPTED = 1, 130
 
@@ -26,6 +28,7 @@ EPILOG = """examples:
   sparsedp sweep demo --list                   the runs of the bundled sweep
   sparsedp sweep demo                          run them: one process per core
   sparsedp sweep mine.yaml --jobs 4 --run-dir runs/mine
+  sparsedp sweep mine.yaml --private           choose privately: one winner, with a statement that has paid for the search
   sparsedp sweep mine.yaml --report-only       write the tables and plots again, of what is finished
 
 Runs that are finished are not run again: after Ctrl-C or a crash, or with more values in the file, give the same command.
@@ -45,6 +48,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="name the runs, and run nothing")
     parser.add_argument("--report-only", action="store_true", help="write tables and plots of what is finished")
     parser.add_argument("--redo", action="store_true", help="run again what was run with other settings; deletes it")
+    parser.add_argument(
+        "--private",
+        action="store_true",
+        help="search privately: of a random number of runs only the best is shown and kept",
+    )
+    parser.add_argument(
+        "--mean-runs", metavar="N", type=positive_number, default=10.0, help="runs of a private search, on average (10)"
+    )
     parser.add_argument("--keep-models", action="store_true", help="keep the weights and a checkpoint of every run")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
     parser.add_argument("--quiet", action="store_true", help="show the result only")
@@ -59,6 +70,15 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         _list(state, args.json)
         return 0
+    if args.private:
+        if args.report_only or args.redo or args.keep_models:
+            raise ConfigError(
+                "--report-only, --redo and --keep-models show more than the best run; leave them out with --private"
+            )
+        processes = args.jobs or _cores()
+        return search_privately(
+            sweep, runs, folder, mean=args.mean_runs, processes=processes, console=console, as_json=args.json
+        )
     if args.report_only:  # beside a sweep that is at work, too
         outcome, summary = 0, state.write_report(console)
     else:

@@ -18,7 +18,8 @@ from sparsedp.cli.config.losses import CANDIDATE_LOSSES, SEQUENCE_LOSSES, Loss, 
 from sparsedp.cli.config.mechanism import mechanism_addresses
 from sparsedp.cli.config.models import DlrmModel, DualModel, OwnModel, PctrModel, RecurrentModel, TransformerModel
 from sparsedp.cli.config.schema import Address, SchemaError
-from sparsedp.cli.config.sections import OptimizerConfig, PrivacyConfig, StreamConfig, TrainingConfig
+from sparsedp.cli.config.sections import DistributedConfig, OptimizerConfig, PrivacyConfig, StreamConfig, TrainingConfig
+from sparsedp.cli.config.tables import TableData
 from sparsedp.cli.config.trust import Code
 from sparsedp.mechanisms import Mechanism
 
@@ -27,6 +28,7 @@ from sparsedp.mechanisms import Mechanism
 class Config:
     data: (
         GeneratedData
+        | TableData
         | ClickLogData
         | GeneratedSequencesData
         | SequencesData
@@ -42,6 +44,8 @@ class Config:
         "binary_cross_entropy"
     )
     stream: StreamConfig | None = None
+    callbacks: list[Literal["tensorboard"] | Address] = field(default_factory=list)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     name: str = "run"
     # Where the code that it names may come from. Not a key: set by who reads the configuration.
     code: Code = field(default=Code(), compare=False, repr=False, metadata={"given": False})
@@ -80,8 +84,12 @@ class Config:
             raise SchemaError(
                 "training.negatives", f"the loss {self.loss} draws none; {' and '.join(CANDIDATE_LOSSES)} do"
             )
-        if self.privacy.frequencies is not None and not self.model.has_reattention:
-            raise SchemaError("privacy.frequencies", "re-attention alone looks at them; choose model.kind dpformer")
+        frequencies, looks = self.privacy.frequencies, self.privacy.mechanism.get("look_at") == "release"
+        if frequencies is not None and not (self.model.has_reattention or looks or frequencies.drawn):
+            problem = (
+                "only re-attention looks at them, and a mechanism with look_at: release; choose model.kind dpformer"
+            )
+            raise SchemaError("privacy.frequencies", problem)
         if self.privacy.frequencies is not None and self.model.frequencies is not None:
             raise SchemaError(
                 "privacy.frequencies", "model.frequencies are given, so none need be released: leave one out"
@@ -105,11 +113,14 @@ class Config:
 
     def with_absolute_paths(self) -> Config:
         model = self.model.with_absolute_paths()
-        return replace(self, model=model, data=self.data.with_absolute_paths())
+        return replace(
+            self, model=model, data=self.data.with_absolute_paths(), privacy=self.privacy.with_absolute_paths()
+        )
 
     def addresses(self) -> dict[str, str]:
         """The keys that name code of the user's own, and what they name."""
-        named = {"data.kind": self.data.kind, "model.kind": self.model.kind, "loss": self.loss}
+        named: dict[str, str] = {"data.kind": self.data.kind, "model.kind": self.model.kind, "loss": self.loss}
+        named |= {f"callbacks[{i}]": name for i, name in enumerate(self.callbacks)}
         mechanisms = mechanism_addresses(self.privacy.mechanism, "privacy.mechanism")
         return {key: address for key, address in named.items() if ":" in address} | mechanisms
 

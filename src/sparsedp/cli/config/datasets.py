@@ -13,13 +13,13 @@ from torch.utils.data import default_collate
 
 from sparsedp.cli.config.limits import Count, HeldOut, HeldOutShare, NotNegative, Positive, Probability, Seed, Share
 from sparsedp.cli.config.paths import absolute, absolute_with_variables
-from sparsedp.cli.config.schema import Address, Range
+from sparsedp.cli.config.schema import Address, Range, SchemaError
 from sparsedp.cli.config.trust import Code
 from sparsedp.data import (
-    ClickDataset,
     CountVocabulary,
     GivenVocabulary,
     HashVocabulary,
+    TableDataset,
     generated_click_log,
     generated_sequences,
     generated_timelines,
@@ -38,7 +38,7 @@ K = TypeVar("K", bound="DatasetKind")
 
 _CACHE_README = """\
 PRIVATE: not for release.
-The folders beside this file hold click logs as they were read, and the vocabularies that were counted on them.
+The folders beside this file hold tables as they were read, and the vocabularies that were counted on them.
 """
 
 
@@ -49,6 +49,7 @@ class Data:
     training: Any
     held_out: Any | None
     collate: Callable[[Any], Any]
+    notes: tuple[str, ...] = ()  # what else was taken from private data, for the statement
 
     @property
     def vocabulary_is_private(self) -> bool:
@@ -60,6 +61,12 @@ class Data:
         if hasattr(self.training, "__getitems__"):  # as torch's own loader does
             return self.collate(self.training.__getitems__(indices))
         return self.collate([self.training[i] for i in indices])
+
+
+def prepare_cache(cache_dir: str) -> None:
+    cache = Path(cache_dir)
+    cache.mkdir(parents=True, exist_ok=True)
+    (cache / "README.txt").write_text(_CACHE_README)
 
 
 class DatasetKind(ABC):
@@ -82,19 +89,24 @@ class DatasetKind(ABC):
 
 class ClickKind(DatasetKind):
     topic = "clicks"
-    held_out: HeldOut
+    held_out: Any
+    notes: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def open(self, progress: RowsRead | None) -> ClickDataset:
+    def open(self, progress: RowsRead | None) -> TableDataset:
         """All rows of the log."""
+
+    def held_out_rows(self) -> float | list[int]:
+        """The share, or the numbers of the periods."""
+        return self.held_out
 
     def load(self, code: Code, progress: RowsRead | None = None) -> Data:
         log = self.open(progress)
-        by_periods = isinstance(self.held_out, list)
-        training, held_out = log.split(self.held_out, by="periods" if by_periods else "tail")
+        rows = self.held_out_rows()
+        training, held_out = log.split(rows, by="periods" if isinstance(rows, list) else "tail")
         if len(training) == 0:
             raise ConfigError(f"data.held_out: {self.held_out} leaves nothing of the {len(log)} rows to train on")
-        return Data(training, held_out if len(held_out) else None, log.collate)
+        return Data(training, held_out if len(held_out) else None, log.collate, self.notes)
 
 
 @dataclass(frozen=True)
@@ -112,7 +124,7 @@ class GeneratedData(ClickKind):
     users: Count | None = None
     held_out: HeldOut = 0.1
 
-    def open(self, progress: RowsRead | None) -> ClickDataset:
+    def open(self, progress: RowsRead | None) -> TableDataset:
         return generated_click_log(
             self.rows,
             seed=self.seed,
@@ -173,10 +185,8 @@ class ClickLogData(ClickKind):
     user_column: str | None = None
     held_out: HeldOut = 0.1
 
-    def open(self, progress: RowsRead | None) -> ClickDataset:
-        cache = Path(self.cache_dir)
-        cache.mkdir(parents=True, exist_ok=True)
-        (cache / "README.txt").write_text(_CACHE_README)
+    def open(self, progress: RowsRead | None) -> TableDataset:
+        prepare_cache(self.cache_dir)
         return open_click_log(
             self.paths,
             cache_dir=self.cache_dir,
@@ -193,6 +203,17 @@ class ClickLogData(ClickKind):
 
 
 # ------------------------------------------------------------------ sequences
+
+
+def require_columns(user: str | None, item: str | None, time: str | None, format: str) -> None:
+    """Refuses the name of one column alone, and names beside a format, which knows its columns."""
+    if user is None and item is None and time is None:
+        return
+    for key, name in (("user", user), ("item", item)):
+        if name is None:
+            raise SchemaError(key, "missing; expected the name of a column, as of user and item together")
+    if format != "auto":
+        raise SchemaError("format", f"{format} says which columns there are: leave it or user, item and time out")
 
 
 class SequenceKind(DatasetKind):
@@ -245,14 +266,28 @@ class SequencesData(SequenceKind):
     kind: Literal["sequences"]
     path: str
     format: Literal["auto", "movielens", "movielens_100k", "amazon", "pairs", "csv", "lists"] = "auto"
+    user: str | None = None
+    item: str | None = None
+    time: str | None = None
     length: Count = 50
     min_actions: Count = 5
     until_stable: bool = False
     held_out: Literal["test", "validation"] = "test"
     exclude_seen: bool = False
 
+    def __post_init__(self) -> None:
+        require_columns(self.user, self.item, self.time, self.format)
+
     def open(self) -> Sequences:
-        return open_sequences(self.path, self.format, min_actions=self.min_actions, until_stable=self.until_stable)
+        return open_sequences(
+            self.path,
+            self.format,
+            user=self.user,
+            item=self.item,
+            time=self.time,
+            min_actions=self.min_actions,
+            until_stable=self.until_stable,
+        )
 
     def with_absolute_paths(self) -> SequencesData:
         return replace(self, path=absolute_with_variables(self.path, "data.path"))
@@ -325,6 +360,9 @@ class TimelinesData(TimelineKind):
     kind: Literal["timelines"]
     path: str
     format: Literal["auto", "movielens", "movielens_100k", "amazon", "pairs", "csv", "lists"] = "auto"
+    user: str | None = None
+    item: str | None = None
+    time: str | None = None
     context: Count = 20
     min_actions: Count = 1
     titles: str | None = None
@@ -334,8 +372,19 @@ class TimelinesData(TimelineKind):
     split_seed: Seed = 0
     exclude_seen: bool = False
 
+    def __post_init__(self) -> None:
+        require_columns(self.user, self.item, self.time, self.format)
+
     def open(self) -> tuple[Sequences, np.ndarray | None]:
-        sequences = open_sequences(self.path, self.format, min_actions=self.min_actions, until_stable=self.until_stable)
+        sequences = open_sequences(
+            self.path,
+            self.format,
+            user=self.user,
+            item=self.item,
+            time=self.time,
+            min_actions=self.min_actions,
+            until_stable=self.until_stable,
+        )
         if self.titles is None:
             return sequences, None
         return sequences, title_words(read_titles(self.titles), sequences.item_names)

@@ -18,6 +18,7 @@ from sparsedp.cli.config.paths import absolute_with_variables
 from sparsedp.cli.config.schema import Address, SchemaError
 from sparsedp.cli.config.trust import Code
 from sparsedp.data import title_rows
+from sparsedp.data.clicklog import INTEGERS
 from sparsedp.errors import ConfigError
 from sparsedp.models import DLRM, PCTR, DPFormer, DualEncoder, FeatureDualEncoder, RecurrentRecommender
 
@@ -58,12 +59,22 @@ class ClickModelKind(ModelKind):
 
     def make(self, training: Any, code: Code) -> nn.Module:
         if not hasattr(training, "vocabulary_sizes"):
-            raise ConfigError(f"model.kind: {self.kind} needs a click log; this data set has no vocabulary_sizes")
-        return self.make_for(training.vocabulary_sizes)
+            raise ConfigError(
+                f"model.kind: {self.kind} needs a table or a click log; this data set has no vocabulary_sizes"
+            )
+        features = {
+            "integers": getattr(training, "number_count", INTEGERS),
+            "bags": [(bag.rows, bag.padding) for bag in getattr(training, "bags", ())],
+            "log": getattr(training, "raw_numbers", True),
+        }
+        try:
+            return self.make_for(training.vocabulary_sizes, features)
+        except ValueError as error:
+            raise ConfigError(f"model.kind: {self.kind}: {error}") from error
 
     @abstractmethod
-    def make_for(self, sizes: Sequence[int]) -> nn.Module:
-        """The module, for tables of these numbers of rows."""
+    def make_for(self, sizes: Sequence[int], features: dict[str, Any]) -> nn.Module:
+        """The module, for tables of these numbers of rows, and what it has to know about the other features."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +87,8 @@ class PctrModel(ClickModelKind):
     dim: Count | None = None
     freeze_tables: bool = False
 
-    def make_for(self, sizes: Sequence[int]) -> PCTR:
-        return PCTR(sizes, hidden=self.hidden, hidden_layers=self.hidden_layers, dims=self.dim)
+    def make_for(self, sizes: Sequence[int], features: dict[str, Any]) -> PCTR:
+        return PCTR(sizes, hidden=self.hidden, hidden_layers=self.hidden_layers, dims=self.dim, **features)
 
 
 @dataclass(frozen=True)
@@ -90,8 +101,8 @@ class DlrmModel(ClickModelKind):
     top: list[Count] = field(default_factory=lambda: [1024, 1024, 512, 256])
     freeze_tables: bool = False
 
-    def make_for(self, sizes: Sequence[int]) -> DLRM:
-        return DLRM(sizes, dim=self.dim, bottom=self.bottom, top=self.top)
+    def make_for(self, sizes: Sequence[int], features: dict[str, Any]) -> DLRM:
+        return DLRM(sizes, dim=self.dim, bottom=self.bottom, top=self.top, **features)
 
 
 class SequenceModelKind(ModelKind):

@@ -62,7 +62,7 @@ def build(kind: type[T], values: Any, path: str = "") -> T:
     """The mapping `values` as the dataclass `kind`, whose `__post_init__` may raise SchemaError for a key."""
     if not isinstance(values, Mapping):
         raise SchemaError(path, f"expected {_keys_in_words(kind)}; got {_shown(values)}")
-    hints = _hints(kind)
+    hints = annotations_of(kind)
     for key in values:
         if key not in hints:
             raise SchemaError(
@@ -226,10 +226,10 @@ def _choices(hint: Any) -> Iterable[str]:
 
 
 def keys_of(kind: Any) -> list[str]:
-    return list(_hints(kind))
+    return list(annotations_of(kind))
 
 
-def _hints(kind: Any) -> dict[str, Any]:
+def annotations_of(kind: Any) -> dict[str, Any]:
     """The annotations of the fields that can be given: all but those whose metadata say `given: False`."""
     hints = get_type_hints(kind, include_extras=True)
     return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.metadata.get("given", True)}
@@ -237,7 +237,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 def all_paths(kind: Any, path: str = "") -> Iterator[str]:
     """The full path of every key that a dataclass, or one nested in it, can have."""
-    for name, hint in _hints(kind).items():
+    for name, hint in annotations_of(kind).items():
         where = _join(path, name)
         yield where
         for member in _members(hint):
@@ -246,7 +246,7 @@ def all_paths(kind: Any, path: str = "") -> Iterator[str]:
 
 
 def _join(path: str, key: Any) -> str:
-    return f"{path}.{key}" if path else str(key)
+    return ".".join(filter(None, (path, str(key))))
 
 
 def _shown(value: Any) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -14,8 +15,10 @@ from torch.optim import Optimizer
 from sparsedp.accounting import accountant_names
 from sparsedp.cli.config.limits import Count, NotNegative, Positive, Probability, Seed, Share
 from sparsedp.cli.config.mechanism import mechanism_addresses, with_registered_names
+from sparsedp.cli.config.paths import absolute
 from sparsedp.cli.config.schema import OneOf, Range, SchemaError, suggestion
 from sparsedp.cli.config.trust import Code
+from sparsedp.cli.counts import read_public_counts, read_release
 from sparsedp.errors import ConfigError, SparseDPError, UnsupportedError
 from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
@@ -133,11 +136,19 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class FrequencyConfig:
-    """How often users have each item, released once with noise (`sparsedp.FrequencyRelease`)."""
+    """How often users have each item, released once with noise (`sparsedp.FrequencyRelease`).
+
+    `drawn` is the file of a release that was made before, by `sparsedp plan --release`: it says itself what it cost.
+    """
 
     epsilon: Positive = 0.5
     delta: Probability = 1e-7
     clip: Positive = 1.0
+    drawn: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.drawn is not None and (self.epsilon, self.delta, self.clip) != (0.5, 1e-7, 1.0):
+            raise SchemaError("drawn", "the file says what its release cost: leave epsilon, delta and clip out")
 
 
 @dataclass(frozen=True)
@@ -157,6 +168,8 @@ class PrivacyConfig:
     unit: Literal["example", "user"] = "example"
     max_examples_per_user: Count | None = None
     frequencies: FrequencyConfig | None = None
+    counts: str | None = None  # a file of public counts, for a mechanism with look_at: counts
+    chosen_on_data: bool = False  # whether the mechanism was chosen by a look at the data: the statement then says so
 
     def __post_init__(self) -> None:
         if self.unit == "example" and self.max_examples_per_user is not None:
@@ -178,17 +191,43 @@ class PrivacyConfig:
 
     def make_release(self) -> FrequencyRelease | None:
         settings = self.frequencies
-        return None if settings is None else FrequencyRelease(settings.epsilon, settings.delta, settings.clip)
+        if settings is None:
+            return None
+        if settings.drawn is not None:
+            return read_release(Path(settings.drawn), "privacy.frequencies.drawn")
+        return FrequencyRelease(settings.epsilon, settings.delta, settings.clip)
+
+    def with_absolute_paths(self) -> PrivacyConfig:
+        drawn = None if self.frequencies is None else self.frequencies.drawn
+        frequencies = self.frequencies
+        if frequencies is not None and drawn is not None:
+            frequencies = replace(frequencies, drawn=absolute(drawn))
+        return replace(self, frequencies=frequencies, counts=None if self.counts is None else absolute(self.counts))
 
     def make_mechanism(self, code: Code | None = None) -> Mechanism:
         """`code` says where a mechanism of the user's own may come from; without it, only registered ones are known."""
         if "name" not in self.mechanism:
             raise SchemaError("mechanism", "the key 'name' is missing, as in {name: adafest, threshold: 10.0}")
         values = with_registered_names(self.mechanism, "privacy.mechanism", code or Code())
+        if (values.get("look_at") == "counts") != (self.counts is not None):
+            raise SchemaError(
+                "counts" if code is None else "privacy.counts",
+                "is for a mechanism with look_at: counts, which needs it",
+            )
+        if self.counts is not None:
+            values["look_at"] = read_public_counts(Path(self.counts), "privacy.counts")
         try:
             return mechanism_from_dict(values)
         except (TypeError, ValueError, SparseDPError) as error:
             raise SchemaError("mechanism" if code is None else "privacy.mechanism", str(error)) from None
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """How several processes train together (`--nproc`, torchrun); nothing to one."""
+
+    sharding: Literal["row_wise", "table_wise", "column_wise", "data_parallel"] = "row_wise"
+    rank_timeout: Positive = 60.0
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,15 @@ class Sweep:
     seeded: bool = False
     over: dict[str, Any] = field(default_factory=dict)
     controls: Controls = Controls()
-    metric: Literal["auc", "log_loss", "ndcg@10", "hit@10", "loss", "precision@10", "recall@10"] | None = None
+    # The non-private control is tried at these multiples of its learning rates, unless `controls` sets its rates.
+    control_rates: list[Positive] = field(default_factory=lambda: [0.1, 0.3, 1.0, 3.0])
+    metric: (
+        Literal[
+            "auc", "log_loss", "ndcg@10", "hit@10", "loss", "precision@10", "recall@10", "mrr", "mse", "brier_score",
+            "calibration_error",
+        ]
+        | None
+    ) = None  # fmt: skip
     losses: list[Positive] = field(default_factory=lambda: [0.001, 0.005, 0.01])
     margin: NotNegative = 0.01
 
@@ -68,6 +76,10 @@ class Sweep:
             raise SchemaError("seeds", f"expected at least one seed, and none twice; got {self.seeds}")
         if not self.losses:
             raise SchemaError("losses", "expected at least one utility loss, such as 0.005")
+        if not self.control_rates or len(set(self.control_rates)) < len(self.control_rates):
+            raise SchemaError(
+                "control_rates", f"expected at least one multiple, and none twice; got {self.control_rates}"
+            )
         if not self.variants:
             raise SchemaError("variants", "expected at least one variant")
         taken = [name for name in self.variants if name in keys_of(Controls)]
@@ -201,12 +213,21 @@ def expand(sweep: Sweep, path: Path, overrides: Sequence[str] = (), trust: Seque
         key = put_text(base, text)
         _refuse_ignored(key, sweep, groups)
         where[key] = f"--set {key}"
-    names = _short_names([*sweep.over, *(key for group in groups.values() for key in group.grid)])
+    rates = _control_rates(sweep, base)
+    names = _short_names(
+        [
+            *sweep.over,
+            *(key for rate in rates for key in rate),
+            *(key for group in groups.values() for key in group.grid),
+        ]
+    )
     runs = []
     for seed, (name, group) in itertools.product(sweep.seeds, groups.items()):
         group_key = f"{path.name}: {sweep.section(name)}.{name}"
         for point in _combinations(sweep.axes(name, group)):
-            for settings in _combinations(group.grid):
+            tried = rates if name == NON_PRIVATE else [{}]
+            for rate, grid in itertools.product(tried, _combinations(group.grid)):
+                settings = {**rate, **grid}
                 values = copy.deepcopy(base)
                 changed = dict(where)
                 parts = {
@@ -229,6 +250,24 @@ def expand(sweep: Sweep, path: Path, overrides: Sequence[str] = (), trust: Seque
     for run in runs:
         first.setdefault(run.data_key, len(first))
     return sorted(runs, key=lambda run: first[run.data_key])  # stable: otherwise seed by seed
+
+
+def _control_rates(sweep: Sweep, base: Mapping[str, Any]) -> list[dict[str, float]]:
+    """The learning rates at which the non-private control is tried, as changes of keys; [{}] if the sweep sets them itself.
+
+    Noise and clipping want other rates than training without them, so that a control at the private runs' rate is a weak one.
+    """
+    group = sweep.controls.non_private
+    optimizer = base.get("optimizer")
+    if group is None or not isinstance(optimizer, Mapping) or sweep.control_rates == [1.0]:
+        return [{}]
+    keys = ("optimizer.lr", "optimizer.table_lr")
+    given = [*group.set, *group.grid, *sweep.axes(NON_PRIVATE, group)]
+    if any(covers(key, other) or covers(other, key) for key in given for other in keys):
+        return [{}]
+    rates = {key: optimizer.get(key.rpartition(".")[2]) for key in keys}
+    numbers = {key: rate for key, rate in rates.items() if isinstance(rate, (int, float))}
+    return [{key: float(f"{factor * rate:.4g}") for key, rate in numbers.items()} for factor in sweep.control_rates]
 
 
 def _built_in(name: str, values: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Several processes with TorchRec's sharded tables: private steps against TorchRec's own."""

@@ -1,0 +1,1 @@
+"""A whole epoch against plain PyTorch's."""

@@ -1,0 +1,27 @@
+"""`python -m benchmarks epoch` as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from benchmarks.speed.markdown import images, markdown_table, milliseconds, number
+
+
+def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
+    lines = (
+        [row["variant"], milliseconds(row), milliseconds(row["fetching"]), number(row["ratio_to_plain"]["best"])]
+        for row in result["rows"]
+    )
+    table = markdown_table(("variant", "epoch", "its batches alone", "ratio to plain, best"), lines)
+    setting = result["setting"]
+    return f"""# A whole epoch
+
+Two towers over {setting["users"]:,} users and {setting["items"]:,} items, dim {setting["dim"]}, on a `TensorDataset` of
+{setting["examples"]:,} examples in batches of {setting["batch"]:,}: plain PyTorch with `DataLoader(data, shuffle=True)`,
+which reads one example after another, and private loops over the loader that `make_private` returns, which reads
+whole columns by one index while the step before runs.
+
+{table}
+
+{images(plots, "epoch_")}"""

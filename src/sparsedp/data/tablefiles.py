@@ -1,0 +1,566 @@
+"""Files and frames with rows, as Arrow columns: text (CSV, TSV and their kind), Parquet, Arrow, gzip, zstd.
+
+Text is cut into blocks at the ends of lines, and a block is parsed on its own, so that blocks can be parsed at once. A line with
+another number of fields than the header is malformed; what a field means is settled later (`sparsedp.data.tablecolumns`).
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from glob import glob, has_magic
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.ipc
+import pyarrow.parquet
+
+from sparsedp.data.codes import Form
+from sparsedp.errors import DataError, suggestion
+
+_FIRST_BLOCK = 1 << 19  # small, so that a file of the wrong kind is refused at once
+_BLOCK = 1 << 21
+_LONGEST_LINE = 1 << 24
+_BATCH_ROWS = 1 << 16
+_BOM = b"\xef\xbb\xbf"
+_SEPARATORS = "\t,;|"
+_ZSTD, _GZIP, _PARQUET, _ARROW, _STREAM = b"\x28\xb5\x2f\xfd", b"\x1f\x8b", b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"
+_NOT_READ = {
+    b"PK\x03\x04": "it is a zip file: unpack it, or write it as .gz or .zst",
+    b"\xff\xfe": "it is text in UTF-16: save it as UTF-8",
+    b"\xfe\xff": "it is text in UTF-16: save it as UTF-8",
+    b"FEA1": "it is Feather's first version, which few still read: write it again, as Parquet or Feather 2",
+}
+_LINE_END = re.compile(rb"\r\n|\n|\r")
+# What some columns of a row are for; the others are known by their names.
+LABEL, USER, TIME, PERIOD = "@label", "@user", "@time", "@period"
+DICTIONARY = pa.dictionary(pa.int32(), pa.binary())
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+Separated = dict[str, int]  # from a column's name or use to its place in a row
+
+
+@dataclass
+class Piece:
+    """Some rows: columns by their names, and by their uses LABEL, USER, TIME and PERIOD.
+
+    `bad` holds (line, reason) of the first lines that are no rows; `lost` counts all of them.
+    `lines_of(rows)` gives the lines at which rows stand in the file, from 1.
+    """
+
+    columns: dict[str, pa.Array]
+    rows: int
+    lines_of: Callable[[Sequence[int]], list[int]]
+    bad: list[tuple[int, str]] = field(default_factory=list)
+    lost: int = 0
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which columns are read: from what they are called here (a use, or their own name) to their names."""
+
+    names: dict[str, str]
+    numbers: Sequence[str] = ()  # those that are numbers in text files
+    whole: Sequence[str] = ()  # of these, whole numbers of 32 bits
+    columns: Sequence[str] = ()  # all of a file without a header
+    mark: str = ""  # a first line with this name in it is a header even so
+    separator: str | None = None
+    quotes: bool = True
+    optional_periods: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or a frame in memory. `columns` tells which of its columns are read; None: it is empty."""
+
+    name: str
+    columns: Separated | None
+    pieces: Callable[[], Iterator[Callable[[], Piece]]]
+    unit: str = "line"  # what `lines_of` counts
+
+
+def find_sources(paths: Paths) -> list[Path]:
+    """The files of a log in order: a file, a list, or a directory or glob pattern (day_2 before day_10)."""
+    if not isinstance(paths, (str, os.PathLike)):
+        sources = [Path(path) for path in paths]
+    elif Path(paths).is_dir():
+        sources = [p for p in Path(paths).iterdir() if p.is_file() and not p.name.startswith(".")]
+        sources.sort(key=_natural)
+    elif has_magic(os.fspath(paths)) and not Path(paths).exists():
+        sources = sorted((Path(p) for p in glob(os.fspath(paths)) if Path(p).is_file()), key=_natural)
+    else:
+        sources = [Path(paths)]
+    if not sources:
+        raise DataError(f"no files found: {paths!r}")
+    for path in sources:
+        if not path.is_file():
+            raise DataError(f"{path}: no such file")
+    return [path.absolute() for path in sources]
+
+
+def _natural(path: Path) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", str(path))]
+
+
+def open_source(path: Path, wanted: Wanted) -> Source:
+    """What is in a file, by its first bytes, not its name."""
+    with open(path, "rb") as file:
+        first = file.read(8)
+    for magic, problem in _NOT_READ.items():
+        if first.startswith(magic):
+            raise DataError(f"{path}: cannot be read: {problem}")
+    if first.startswith(_PARQUET):
+        return _parquet(path, wanted)
+    if first.startswith((_ARROW, _STREAM)):
+        return _arrow(path, wanted, stream=first.startswith(_STREAM))
+    return _text(path, wanted)
+
+
+def first_rows(path: Path, rows: int = 5000) -> tuple[list[str] | None, list[list[Any]], bool]:
+    """(names, rows, whether these are all) from the beginning of a file, to look at. Of text the names are None, and a header is
+    the first row; fields are text, None where they are empty.
+    """
+    with open(path, "rb") as file:
+        first = file.read(8)
+    for magic, problem in _NOT_READ.items():
+        if first.startswith(magic):
+            raise DataError(f"{path}: cannot be read: {problem}")
+    if first.startswith(_PARQUET):
+        with _arrow_errors(path, "Parquet"), pyarrow.parquet.ParquetFile(path) as file:
+            batch = next(file.iter_batches(rows), None)
+            names, total = file.schema_arrow.names, file.metadata.num_rows
+    elif first.startswith((_ARROW, _STREAM)):
+        with _arrow_errors(path, "Arrow"), pa.memory_map(str(path)) as mapped:
+            reader = pyarrow.ipc.open_stream(mapped) if first.startswith(_STREAM) else pyarrow.ipc.open_file(mapped)
+            table = reader.read_all()
+            names, total = table.column_names, table.num_rows
+            batch = next(iter(table.slice(0, rows).combine_chunks().to_batches()), None)
+    else:
+        with _open_text(path) as stream:
+            text = stream.read(_FIRST_BLOCK)
+            complete = not stream.read(1)
+        if not complete:
+            text = text[: text.rfind(b"\n") + 1]
+        lines = [line for line in text.decode("utf-8", "replace").splitlines(keepends=True) if line.strip()]
+        if not lines:
+            return None, [], True
+        separator = guess_separator(lines[0])
+        if separator is None:
+            raise DataError(f"{path}: the first line has neither tabs nor commas; this is not a table")
+        found = [[field or None for field in row] for row in csv.reader(lines, delimiter=separator)][: rows + 1]
+        return None, found, complete and len(found) <= rows
+    columns = [] if batch is None else [column.to_pylist() for column in batch.columns]
+    return list(names), [list(row) for row in zip(*columns)], total <= rows
+
+
+# ------------------------------------------------------------------ columns
+
+
+def find_columns(names: Sequence[str], wanted: Wanted, where: str, *, header: bool = True) -> Separated:
+    """The places of the schema's columns, by their names; if there is none that is spelled so, in small or capital letters."""
+    exact: dict[str, list[int]] = {}
+    folded: dict[str, list[int]] = {}
+    for place, name in enumerate(names):
+        exact.setdefault(name, []).append(place)
+        folded.setdefault(name.casefold(), []).append(place)
+    what = "header" if header else "list of columns"
+    lacking: list[str] = []
+
+    def place_of(name: str) -> int:
+        places = exact.get(name) or folded.get(name.casefold()) or []
+        if len(places) > 1:
+            raise DataError(f"{where}: the {what} repeats the columns {name.lower()}")
+        if not places:
+            lacking.append(name)
+        return places[0] if places else -1
+
+    found: Separated = {}
+    for use, name in wanted.names.items():
+        found[use] = place_of(name)
+        if use == USER and found[use] < 0:
+            if not header:
+                raise DataError(f"{where}: there is no header, so that the user column {name!r} cannot be found")
+            others = ", ".join(n for i, n in enumerate(names) if i not in found.values()) or "none"
+            raise DataError(
+                f"{where}: there is no user column {name!r} in the header; the others are {others}{suggestion(name, names)}"
+            )
+    if lacking:
+        shown = ", ".join(names[:40]) + (", ..." if len(names) > 40 else "")
+        hint = next(filter(None, (suggestion(name, names) for name in lacking)), "")
+        raise DataError(f"{where}: the {what} lacks the columns {', '.join(lacking)}; it has {shown}{hint}")
+    optional = [name for name in wanted.optional_periods if name in folded]
+    if optional and PERIOD not in found:
+        found[PERIOD] = folded[optional[0]][0]
+    return found
+
+
+# ------------------------------------------------------------------ text
+
+
+@dataclass(frozen=True)
+class _Layout:
+    separator: str
+    fields: int
+    has_header: bool
+    columns: Separated
+
+
+class _TextReader:
+    """Parses blocks of one file. Numbers are parsed with the block, until there is one that is none."""
+
+    def __init__(self, layout: _Layout, wanted: Wanted, kept: int) -> None:
+        self._layout, self._wanted, self._kept = layout, wanted, kept
+        self._numbers = dict.fromkeys(wanted.numbers, pa.float64()) | dict.fromkeys(wanted.whole, pa.int32())
+        self._are_numbers = True
+
+    def parse(self, block: bytes, lines_before: int) -> Piece:
+        table: pa.Table | None = None
+        bad: list[tuple[int, int, int]] = []
+        block, unreadable = _without_foreign(block)
+        # Arrow takes 0x1F for a whole number.
+        if self._are_numbers and not (self._wanted.whole and (b"0x" in block or b"0X" in block)):
+            try:
+                table, bad = self._parsed(block, self._numbers)
+            except pa.ArrowInvalid:
+                self._are_numbers = False
+        if table is None:
+            table, bad = self._parsed(block, {})
+        columns = {use: _whole(table.column(f"{place}")) for use, place in self._layout.columns.items()}
+        rows = _Rows(block, lines_before, self._wanted.quotes, [row for row, _, _ in bad])
+        named = [(lines_before + line, f"is not {Form.TEXT.says}") for line in unreadable[: self._kept]]
+        expected = self._layout.fields
+        named += [(rows.line(row), f"{fields} fields, expected {expected}") for row, fields, _ in bad[: self._kept]]
+        lost = len(unreadable) + sum(extent for _, _, extent in bad)
+        return Piece(columns, table.num_rows, rows.lines_of, sorted(named), lost)
+
+    def _parsed(self, block: bytes, numbers: dict[str, pa.DataType]) -> tuple[pa.Table, list[tuple[int, int, int]]]:
+        """The columns, and (row, fields, lines) of each row that has a wrong number of fields."""
+        bad: list[tuple[int, int, int]] = []
+
+        def note(row: Any) -> str:
+            # A quote that is not closed swallows lines. They are all lost.
+            bad.append((row.number - 1, row.actual_columns, 1 + row.text.rstrip("\r\n").count("\n")))
+            return "skip"
+
+        places = self._layout.columns
+        table = pyarrow.csv.read_csv(
+            pa.py_buffer(block),
+            pyarrow.csv.ReadOptions(
+                use_threads=False,
+                block_size=len(block) + 1,
+                column_names=[str(i) for i in range(self._layout.fields)],
+            ),
+            pyarrow.csv.ParseOptions(
+                delimiter=self._layout.separator,
+                quote_char='"' if self._wanted.quotes else False,
+                newlines_in_values=self._wanted.quotes,
+                invalid_row_handler=note,
+            ),
+            pyarrow.csv.ConvertOptions(
+                check_utf8=False,  # it was
+                column_types=self._types(numbers),
+                include_columns=list(dict.fromkeys(str(place) for place in places.values())),
+                null_values=[""],
+                strings_can_be_null=True,
+            ),
+        )
+        return table, bad
+
+    def _types(self, numbers: dict[str, pa.DataType]) -> dict[str, pa.DataType]:
+        """Of each field that is read. One that is several things, and not always a number, is read as text."""
+        types: dict[str, pa.DataType] = {}
+        for use, place in self._layout.columns.items():
+            kind = numbers.get(use, DICTIONARY)
+            types[str(place)] = kind if types.get(str(place), kind) == kind else DICTIONARY
+        return types
+
+
+def _without_foreign(block: bytes) -> tuple[bytes, list[int]]:
+    """The text with lines that are not in UTF-8 made blank, and which these are, from 1."""
+    try:
+        if not block.isascii():
+            block.decode()
+        return block, []
+    except UnicodeDecodeError:
+        lines, foreign = block.split(b"\n"), []
+        for i, line in enumerate(lines):
+            try:
+                line.decode()
+            except UnicodeDecodeError:
+                lines[i] = b""
+                foreign.append(i + 1)
+        return b"\n".join(lines), foreign
+
+
+class _Rows:
+    """At which lines the rows of a block stand. Counted when somebody asks."""
+
+    def __init__(self, block: bytes, lines_before: int, quotes: bool, bad: Sequence[int]) -> None:
+        self._block, self._before, self._quotes, self._bad = block, lines_before, quotes, set(bad)
+        self._lines: list[int] | None = None
+
+    def line(self, row: int) -> int:
+        """Of a row among all that are not blank."""
+        if self._lines is None:
+            if self._quotes and b'"' in self._block:
+                self._lines = self._of_quoted()
+            else:
+                self._lines = [i for i, line in enumerate(_LINE_END.split(self._block), 1) if line]
+        return self._before + self._lines[min(row, len(self._lines) - 1)]
+
+    def lines_of(self, rows: Sequence[int]) -> list[int]:
+        """Of rows among those with the right number of fields."""
+        if not len(rows):
+            return []
+        good, row, found = -1, -1, []
+        for wanted in sorted(rows):
+            while good < wanted:
+                row += 1
+                good += row not in self._bad
+            found.append(self.line(row))
+        return found
+
+    def _of_quoted(self) -> list[int]:
+        lines, inside, row_begins = [], False, True
+        for i, line in enumerate(_LINE_END.split(self._block), 1):
+            if not inside and line and row_begins:
+                lines.append(i)
+            inside ^= line.count(b'"') % 2 == 1
+            row_begins = not inside
+        return lines or [1]
+
+
+def _text(path: Path, wanted: Wanted) -> Source:
+    with _open_text(path) as stream:
+        first_line = _read_line(stream)
+    if not first_line.strip():
+        with _open_text(path) as stream:
+            if not any(piece.strip() for piece in iter(lambda: stream.read(_FIRST_BLOCK), b"")):
+                return Source(path.name, None, lambda: iter(()))  # an empty file: a day without rows
+        raise DataError(f"{path}: the first line is blank; a header or a row is expected there")
+    layout = _layout(first_line, path, wanted)
+    return Source(path.name, layout.columns, partial(_text_pieces, path, layout, wanted))
+
+
+def _layout(first_line: bytes, path: Path, wanted: Wanted) -> _Layout:
+    line = first_line.rstrip(b"\r\n").decode("utf-8", "replace")
+    separator = wanted.separator or guess_separator(line)
+    if separator is None:
+        raise DataError(f"{path}: the first line has neither tabs nor commas; this is not a table")
+    fields = next(csv.reader([line], delimiter=separator)) if wanted.quotes else line.split(separator)
+    names = [name.strip() for name in fields]
+    label = wanted.mark.casefold()
+    if wanted.columns and label not in [name.casefold() for name in names]:
+        columns = find_columns(wanted.columns, wanted, str(path), header=False)
+        return _Layout(separator, len(wanted.columns), False, columns)
+    try:
+        columns = find_columns(names, wanted, str(path))
+    except DataError as error:
+        if wanted.columns:
+            raise
+        hint = ". If that line is a row and no header, name the columns in order: data.columns"
+        raise DataError(f"{error}{hint if label not in map(str.casefold, names) else ''}") from None
+    return _Layout(separator, len(names), True, columns)
+
+
+def guess_separator(line: str) -> str | None:
+    """That of tabs, commas, semicolons and bars that a line has most of, outside of quotes; None if it has none."""
+    bare = re.sub(r'"[^"]*"', "", line)
+    most = max(_SEPARATORS, key=bare.count)
+    return most if bare.count(most) else None
+
+
+def _text_pieces(path: Path, layout: _Layout, wanted: Wanted, kept: int = 20) -> Iterator[Callable[[], Piece]]:
+    reader = _TextReader(layout, wanted, kept)
+    quoted = _quoted_fields(layout.separator) if wanted.quotes else None
+    lines_before = 0
+    with _open_text(path) as stream:
+        if layout.has_header:
+            _read_line(stream)
+            lines_before = 1
+        for block in _blocks(stream, path, quoted, lines_before):
+            yield partial(reader.parse, block, lines_before)
+            lines_before += block.count(b"\n")
+
+
+def _blocks(stream: BinaryIO, path: Path, quoted: re.Pattern[bytes] | None, lines_before: int = 0) -> Iterator[bytes]:
+    """Pieces of the text that end with a line, and not within quotes. `quoted` finds fields in quotes, if there may be any."""
+    carry = b""
+    size = _FIRST_BLOCK
+    while piece := stream.read(size):
+        size = _BLOCK
+        piece = carry + piece
+        end = _end_of_rows(piece, quoted)
+        if end == 0 and len(piece) > max(_LONGEST_LINE, size):
+            raise DataError(f"{path}: a line of more than {max(_LONGEST_LINE, size)} bytes; this is not a table")
+        if end:
+            yield piece[:end]
+            lines_before += piece.count(b"\n", 0, end)
+        carry = piece[end:]
+    if quoted is not None and (opened := _open_quote(carry, quoted)) is not None:
+        line = lines_before + carry.count(b"\n", 0, opened) + 1
+        raise DataError(
+            f"{path}, line {line}: a quote begins there that is never closed, so that the rest would be one field"
+        )
+    if carry.strip(b"\r\n"):
+        yield carry + b"\n"
+
+
+def _quoted_fields(separator: str) -> re.Pattern[bytes]:
+    """Finds fields in quotes, which begin with one; group 1 is the quote that closes it."""
+    return re.compile(rb"(?:\A|(?<=[\r\n" + re.escape(separator.encode()) + rb']))"(?:[^"]+|"")*("|\Z)')
+
+
+def _open_quote(text: bytes, quoted: re.Pattern[bytes]) -> int | None:
+    """Where a field in quotes begins that does not end."""
+    return next((m.start() for m in quoted.finditer(text) if not m[1]), None) if b'"' in text else None
+
+
+def _end_of_rows(text: bytes, quoted: re.Pattern[bytes] | None) -> int:
+    """Behind the last line that does not end within quotes; 0 if there is none."""
+    end = text.rfind(b"\n") + 1
+    if quoted is None or text.count(b'"', 0, end) % 2 == 0:
+        return end
+    for field_in_quotes in quoted.finditer(text):  # there may also be quotes that stand within fields, and mean nothing
+        if field_in_quotes.start() < end and (end < field_in_quotes.end() or not field_in_quotes[1]):
+            return text.rfind(b"\n", 0, field_in_quotes.start()) + 1
+    return end
+
+
+def _read_line(stream: BinaryIO) -> bytes:
+    return stream.readline(_LONGEST_LINE)
+
+
+@contextmanager
+def _open_text(path: Path) -> Iterator[BinaryIO]:
+    """A plain or compressed file without a byte order mark."""
+    with open(path, "rb") as file:
+        first = file.read(4)
+    kind = "gzip" if first.startswith(_GZIP) else "zstd" if first == _ZSTD else None
+    try:
+        with ExitStack() as stack:
+            stream: Any = stack.enter_context((gzip.open if kind == "gzip" else open)(path, "rb"))
+            if kind == "zstd":
+                inner = stack.enter_context(pa.CompressedInputStream(stream, "zstd"))
+                stream = stack.enter_context(io.BufferedReader(inner, 1 << 16))
+            if stream.peek(len(_BOM)).startswith(_BOM):
+                stream.read(len(_BOM))
+            yield stream
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: the gzip file is damaged or cut short: {error}") from error
+    except (pa.ArrowException, OSError) as error:
+        if kind is None or isinstance(error, FileNotFoundError):
+            raise
+        raise DataError(f"{path}: the {kind} file is damaged or cut short: {error}") from error
+
+
+# ------------------------------------------------------------------ Parquet, Arrow, frames
+
+
+def _parquet(path: Path, wanted: Wanted) -> Source:
+    with _arrow_errors(path, "Parquet"), pyarrow.parquet.ParquetFile(path) as file:
+        names = file.schema_arrow.names
+        empty = file.metadata.num_rows == 0
+    places = find_columns(names, wanted, str(path))
+    used = _used(names, places)
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with _arrow_errors(path, "Parquet"), pyarrow.parquet.ParquetFile(path) as file:
+            yield from file.iter_batches(_BATCH_ROWS, columns=used)
+
+    return Source(path.name, None if empty else places, partial(_pieces_of, batches, names, places), "row")
+
+
+def _arrow(path: Path, wanted: Wanted, stream: bool) -> Source:
+    def batches(used: list[str]) -> Iterator[pa.RecordBatch]:
+        with _arrow_errors(path, "Arrow"), pa.memory_map(str(path)) as file:
+            reader = pyarrow.ipc.open_stream(file) if stream else pyarrow.ipc.open_file(file)
+            if stream:
+                yield from (batch.select(used) for batch in reader)
+            else:
+                yield from (reader.get_batch(i).select(used) for i in range(reader.num_record_batches))
+
+    with _arrow_errors(path, "Arrow"), pa.memory_map(str(path)) as file:
+        opened = pyarrow.ipc.open_stream(file) if stream else pyarrow.ipc.open_file(file)
+        names = opened.schema.names
+    places = find_columns(names, wanted, str(path))
+    return Source(path.name, places, partial(_pieces_of, partial(batches, _used(names, places)), names, places), "row")
+
+
+def open_frame(frame: Any, wanted: Wanted) -> Source:
+    """A pandas or polars frame, a Hugging Face data set, or an Arrow table."""
+    if hasattr(frame, "with_format"):  # Hugging Face
+        names, taken = list(frame.column_names), frame.with_format("arrow")
+
+        def batches(used: list[str]) -> Iterator[pa.RecordBatch]:
+            for table in taken.iter(_BATCH_ROWS):
+                yield from table.select(used).to_batches()
+    else:
+        table = as_table(frame)
+        names = table.column_names
+
+        def batches(used: list[str]) -> Iterator[pa.RecordBatch]:
+            yield from table.select(used).to_batches(_BATCH_ROWS)
+
+    where = f"the {type(frame).__name__}"
+    places = find_columns([str(name) for name in names], wanted, where)
+    return Source(where, places, partial(_pieces_of, partial(batches, _used(names, places)), names, places), "row")
+
+
+def as_table(frame: Any) -> pa.Table:
+    """A frame as an Arrow table, as far as possible without a copy."""
+    if isinstance(frame, pa.Table):
+        return frame
+    try:
+        if hasattr(frame, "iloc"):  # pandas
+            return pa.Table.from_pandas(frame, preserve_index=False)
+        if hasattr(frame, "__arrow_c_stream__") or isinstance(frame, dict):
+            return pa.table(frame)
+    except (pa.ArrowException, TypeError) as error:
+        raise DataError(f"the {type(frame).__name__} cannot be made into an Arrow table: {error}") from error
+    raise DataError(
+        f"expected files, a pandas or polars frame, a Hugging Face data set or an Arrow table; got {type(frame).__name__}"
+    )
+
+
+def _used(names: Sequence[str], places: Separated) -> list[str]:
+    return list(dict.fromkeys(names[place] for place in places.values()))
+
+
+def _pieces_of(
+    batches: Callable[[], Iterator[pa.RecordBatch]], names: Sequence[str], places: Separated
+) -> Iterator[Callable[[], Piece]]:
+    before = 0
+    for whole in batches():
+        for begin in range(0, whole.num_rows, _BATCH_ROWS):
+            batch = whole.slice(begin, _BATCH_ROWS)
+            yield partial(_piece_of, batch, names, places, before)
+            before += batch.num_rows
+
+
+def _piece_of(batch: pa.RecordBatch, names: Sequence[str], places: Separated, before: int) -> Piece:
+    columns = {use: batch.column(names[place]) for use, place in places.items()}
+    return Piece(columns, batch.num_rows, lambda rows: [before + row + 1 for row in sorted(rows)])
+
+
+@contextmanager
+def _arrow_errors(path: Path, what: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path}: cannot be read as {what}: {' '.join(str(error).split())}") from error
+
+
+def _whole(column: pa.ChunkedArray) -> pa.Array:
+    """A column in one piece."""
+    return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()

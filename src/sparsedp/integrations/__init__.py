@@ -1,0 +1,1 @@
+"""Other tools, each with an extra of its own."""

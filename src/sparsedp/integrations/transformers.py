@@ -1,0 +1,409 @@
+"""`PrivateTrainer`: transformers' Trainer, whose loader, optimizer and step are private ones. See docs/transformers.md."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from sparsedp.engine import PrivacyEngine
+from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
+from sparsedp.integrations.unit_losses import LABELS, losses_of_units, reduced
+from sparsedp.plan import default_delta
+from sparsedp.sampling import PrivateLoader
+from sparsedp.settings import PrivacySettings
+from sparsedp.statement import PrivacyStatement
+
+try:
+    import datasets
+except ImportError:
+    datasets = None
+try:
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.utils import logging
+except ImportError as error:
+    raise ImportError(
+        f"sparsedp.integrations.transformers needs transformers and accelerate ({error}). Install: "
+        'pip install -c constraints.txt -e ".[transformers]"'
+    ) from error
+
+_ENGINE_FILE = "sparsedp.pt"  # in a checkpoint's folder: weights, optimizer, scheduler, ledger, position. Private.
+_STATE_FILE = "trainer_state.json"  # which transformers writes last
+_LOCAL = {
+    "tensorboard",
+    "none",
+    "all",
+}  # where the loss of the training data may be logged to; "all" is resolved before
+_LOSSES = ("loss", "train_loss")
+
+_ROUNDS = "types below float32 round a unit's gradient by the others'; train in float32"
+_EVALUATES = "it would change the type of the weights that are trained"
+_REDUCES = "it adds up gradients that are not clipped"
+_HIDES = "capture would not see the uses of parameters"
+_REFUSED = {  # arguments, and why they are refused
+    "fp16": _ROUNDS,
+    "bf16": _ROUNDS,
+    "fp16_full_eval": _EVALUATES,
+    "bf16_full_eval": _EVALUATES,
+    "train_sampling_strategy": "batches are Poisson samples; leave it at 'random'",
+    "accelerator_config.dispatch_batches": "the private loader reads by itself",
+    "deepspeed": _REDUCES,
+    "fsdp": _REDUCES,
+    "torch_compile": _HIDES,
+    "neftune_noise_alpha": "its noise depends on the lengths of all texts of a batch",
+    "gradient_checkpointing": "capture sees a use of a parameter once; lower per_device_train_batch_size to save memory",
+    "label_smoothing_factor": "it divides by the valid tokens of the whole batch",
+    "use_liger_kernel": _HIDES,
+    "auto_find_batch_size": "the expected batch size is public; lower per_device_train_batch_size to save memory",
+    "dataloader_drop_last": "Poisson samples have no last batch",
+    "include_num_input_tokens_seen": "a count of the data's tokens would leave with the trainer's state",
+    "load_best_model_at_end": "weights would come back without their ledger; load the checkpoint you choose after training",
+    "save_only_model": "a checkpoint without the ledger cannot be resumed; save_model() writes the model alone",
+    "hub_strategy": "checkpoints hold private state; push the model alone",
+    "enable_jit_checkpoint": "it would write in the middle of a step",
+}
+
+logger = logging.get_logger(__name__)
+
+
+class PrivateTrainer(Trainer):
+    """A Trainer for private training. What is not named here is as in `transformers.Trainer`.
+
+    `privacy` are the settings of `PrivacyEngine.make_private`. The noise is given by `noise_multiplier`, or found for
+    `target_epsilon`, with `target_delta` (None: 0.1 / units, rounded down) and the steps that the arguments plan.
+
+    `per_device_train_batch_size` times `gradient_accumulation_steps` is the expected number of units of a batch, and the first
+    of the two the most examples that reach the model together. The arguments' `max_grad_norm` is not used: `privacy` has it.
+
+    The losses of causal, masked and token models and of question answering are a mean over each unit's own tokens, and then
+    over units, instead of one over all valid tokens of a batch, which would let units mix.
+
+    The loss of the training data is not private. It is logged on this machine, unless `log_training_loss` is False, and never
+    sent to a reporter such as W&B. What is logged beside it is the epsilon so far.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: TrainingArguments | None = None,
+        *positional: Any,
+        privacy: PrivacySettings,
+        target_epsilon: float | None = None,
+        target_delta: float | None = None,
+        noise_multiplier: float | None = None,
+        engine: PrivacyEngine | None = None,
+        log_training_loss: bool = True,
+        **keywords: Any,
+    ) -> None:
+        if (target_epsilon is None) == (noise_multiplier is None):
+            raise ValueError("Give either target_epsilon or noise_multiplier.")
+        if not isinstance(privacy, PrivacySettings):
+            raise TypeError(f"privacy must be a sparsedp.PrivacySettings, not {type(privacy).__name__}")
+        given = TrainingArguments("trainer_output") if args is None else args
+        refuse_arguments(given)
+        # The loop sees logical batches, which are made of physical ones in `training_step`.
+        self._physical = given.per_device_train_batch_size
+        args = copy.copy(given)
+        args.per_device_train_batch_size = self._physical * given.gradient_accumulation_steps
+        args.gradient_accumulation_steps = 1
+        args.max_grad_norm = 0.0
+        args.ignore_data_skip = True  # the private loader goes on by itself where a checkpoint left off
+        super().__init__(model, args, *positional, **keywords)
+        self.privacy, self.engine = privacy, PrivacyEngine() if engine is None else engine
+        self.target_epsilon, self.target_delta, self.noise_multiplier = target_epsilon, target_delta, noise_multiplier
+        remote = sorted(set(args.report_to) - _LOCAL)
+        self._logs_loss = log_training_loss and not remote
+        if remote and log_training_loss:
+            logger.warning(
+                f"The loss of the training data is not private: it is not logged, as {remote[0]} would send it."
+            )
+        elif log_training_loss:
+            logger.warning(
+                "The logged loss of the training data is exact, and so not private: it must not leave this machine (nor "
+                f"{_STATE_FILE}, which holds it). log_training_loss=False leaves it out."
+            )
+        self._loader: PrivateLoader | None = None
+        self._loss = torch.zeros(())  # of the last batch that had units
+        self.add_callback(_Epochs(self))
+
+    # ------------------------------------------------------------------ what becomes private
+
+    def get_train_dataloader(self) -> DataLoader:
+        """The private loader. Its first call makes model, optimizer and loader private."""
+        if self._loader is None:
+            self._make_private()
+        assert self._loader is not None
+        return self._loader
+
+    def _make_private(self) -> None:
+        loader, optimizer = self._ordinary_loader(), self.create_optimizer()
+        settings = {field.name: getattr(self.privacy, field.name) for field in fields(self.privacy)}
+        settings["max_physical_batch"] = (
+            self._physical if self._physical < self.args.per_device_train_batch_size else None
+        )
+        things: dict[str, Any] = {"module": self.model, "optimizer": optimizer, "data_loader": loader, **settings}
+        if self.target_epsilon is None:
+            assert self.noise_multiplier is not None
+            made = self.engine.make_private(noise_multiplier=self.noise_multiplier, **things)
+        else:
+            units = self._units(loader.dataset)
+            epochs = self.args.num_train_epochs
+            steps = self.args.max_steps
+            if steps <= 0:
+                steps = math.ceil(epochs * math.ceil(units / self.args.per_device_train_batch_size))
+            made = self.engine.make_private_with_epsilon(
+                target_epsilon=self.target_epsilon,
+                target_delta=default_delta(units) if self.target_delta is None else self.target_delta,
+                steps=steps,
+                **things,
+            )
+        _, self.optimizer, self._loader = made
+        self._loader.warns_of_cuts = False  # the loop counts logical batches, and may end at max_steps
+        self.callback_handler.train_dataloader = self._loader
+
+    def _units(self, dataset: Any) -> int:
+        users = self.privacy.users_of(dataset)
+        return len(dataset) if users is None else users.count
+
+    def _ordinary_loader(self) -> DataLoader:
+        """What the Trainer would read with, without a sampler, and without accelerate, which would divide it into shards."""
+        if self.train_dataset is None:
+            raise ValueError("PrivateTrainer: training requires a train_dataset.")
+        dataset, collate = self.train_dataset, self.data_collator
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise UnsupportedError(
+                "train_dataset has no length: units are sampled by their place, so give a map-style data set."
+            )
+        # Columns are those that the model's own forward() takes: the model is not wrapped.
+        if datasets is not None and isinstance(dataset, datasets.Dataset):
+            dataset = self._remove_unused_columns(dataset, description="training")
+        else:
+            collate = self._get_collator_with_removed_columns(collate, description="training")
+        return DataLoader(
+            dataset,
+            batch_size=self.args.per_device_train_batch_size,
+            shuffle=True,
+            collate_fn=collate,
+            num_workers=self.args.dataloader_num_workers,
+            pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
+            persistent_workers=self.args.dataloader_persistent_workers,
+            prefetch_factor=self.args.dataloader_prefetch_factor,
+        )
+
+    # ------------------------------------------------------------------ the loop
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **keywords: Any) -> Any:
+        """As Trainer's. `True` resumes from the last whole checkpoint: one that was cut short is passed over."""
+        if self._loader is not None:
+            raise SparseDPError(
+                "This trainer has trained already. Make a new one, and resume_from_checkpoint, to go on."
+            )
+        if isinstance(resume_from_checkpoint, bool) and resume_from_checkpoint:
+            resume_from_checkpoint = last_whole_checkpoint(self.args.output_dir)
+        elif resume_from_checkpoint and not is_whole(str(resume_from_checkpoint)):
+            raise CheckpointError(
+                f"{resume_from_checkpoint} is not a whole checkpoint of PrivateTrainer, which has {_ENGINE_FILE} and "
+                f"{_STATE_FILE}. Was it cut short? resume_from_checkpoint=True takes the last whole one."
+            )
+        return super().train(resume_from_checkpoint, *args, **keywords)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """Nothing: the engine's checkpoint has the weights, with the ledger that belongs to them."""
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: DataLoader, resume_from_checkpoint: str | None
+    ) -> tuple[nn.Module, DataLoader]:
+        """Without accelerate, which would wrap the private optimizer and loader."""
+        self.create_scheduler(num_training_steps=max_steps)
+        if resume_from_checkpoint is not None:
+            self._load_optimizer_and_scheduler(resume_from_checkpoint)
+        self.model_wrapped = self.model
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(self.callback_handler, name, getattr(self, name))
+        return self.model, train_dataloader
+
+    def _run_epoch(self, *args: Any, **keywords: Any) -> None:
+        assert self._loader is not None
+        if self._loader.next_epoch < keywords["epoch"]:  # resumed at the end of an epoch: what is left of it is nothing
+            for _ in self._loader:
+                raise SparseDPError("The checkpoint's position and its number of steps do not fit each other.")
+        super()._run_epoch(*args, **keywords)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], None]:
+        """One logical batch, whose physical batches are read one by one; none at the end of an epoch that was resumed.
+
+        The second would be the number of labelled tokens of the batch, a divisor that everybody decides.
+        """
+        try:
+            first = next(epoch_iterator)
+        except StopIteration:
+            return [], None
+        assert self._loader is not None
+        return [_Parts(self._loader, first, epoch_iterator)], None
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of each physical batch, and the private step of all but the last, which the loop takes.
+
+        Returns the mean loss of the batch, or of the one before if the batch is empty.
+        """
+        assert self._loader is not None
+        total, examples = torch.zeros((), device=self.args.device), 0
+        for part in inputs:
+            batch = self._loader.current
+            assert batch is not None
+            loss = super().training_step(model, part, None)
+            total, examples = total + loss * batch.examples, examples + batch.examples
+            if not batch.last:
+                self.optimizer.step()
+        if examples:
+            self._loss = total / examples if self.privacy.loss_reduction == "mean" else total
+        return self._loss
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """In training, a mean over units, each the mean over its own tokens; otherwise Trainer's."""
+        kind = loss_kind(self.model)
+        if not model.training or self.compute_loss_func is not None or not set(LABELS.get(kind, ())) & inputs.keys():
+            return super().compute_loss(model, inputs, return_outputs, None)
+        labels = {name: inputs[name] for name in LABELS[kind] if name in inputs}
+        rest = {name: value for name, value in inputs.items() if name not in labels}
+        if kind == "ForConditionalGeneration" and "decoder_input_ids" not in rest:
+            rest["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=labels["labels"])
+        outputs = model(**rest)
+        loss = reduced(losses_of_units(kind, outputs, labels), self.privacy.loss_reduction)
+        return (loss, outputs) if return_outputs else loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> None:
+        return None  # clipped by unit
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> None:
+        return None  # the norm of a gradient without noise is not private
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        return 0  # a count of the data's tokens would leave with the trainer's state
+
+    # ------------------------------------------------------------------ what is written
+
+    def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
+        trained = any(name in logs for name in _LOSSES)
+        if not self._logs_loss:
+            logs = {name: value for name, value in logs.items() if name not in _LOSSES}
+        if trained and self.engine.ledger.steps:
+            logs = {**logs, "epsilon": round(self.epsilon(), 4)}
+        super().log(logs, *args, **keywords)
+
+    def epsilon(self) -> float:
+        """What was spent so far, at the run's delta."""
+        assert self._loader is not None
+        delta = default_delta(self._loader.dataset_size) if self.target_delta is None else self.target_delta
+        return self.engine.get_epsilon(delta)
+
+    def statement(self) -> PrivacyStatement:
+        return self.engine.statement()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.engine.save_checkpoint(
+            os.path.join(output_dir, _ENGINE_FILE), extra={"scheduler": self.lr_scheduler.state_dict()}
+        )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
+        extra = self.engine.load_checkpoint(os.path.join(checkpoint, _ENGINE_FILE))
+        self.lr_scheduler.load_state_dict(extra["scheduler"])
+
+
+class _Parts:
+    """The physical batches of a logical one. They are read one by one: the loader's position is that of the last."""
+
+    def __init__(self, loader: PrivateLoader, first: Any, others: Iterator[Any]) -> None:
+        self._loader, self._first, self._others = loader, first, others
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self._first
+        while self._loader.current is not None and not self._loader.current.last:
+            yield next(self._others)
+
+    def keys(self) -> Iterable[str]:  # the loop looks for the names of inputs
+        return self._first.keys() if isinstance(self._first, Mapping) else ()
+
+
+class _Epochs(TrainerCallback):
+    """Keeps the number of epochs right in an epoch that was resumed, of which the loop sees the rest alone."""
+
+    def __init__(self, trainer: PrivateTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **keywords: Any) -> None:
+        loader = self._trainer._loader
+        if loader is not None:
+            state.epoch = state.global_step / loader.steps_per_epoch
+
+
+def loss_kind(model: Any) -> str:
+    """transformers' name for the loss of a model, which may be under PEFT's."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kind = getattr(inner, "loss_type", None)
+    encodes = bool(getattr(getattr(inner, "config", None), "is_encoder_decoder", False))
+    if kind is None and type(inner).__name__.endswith("LMHeadModel"):
+        return "ForCausalLM"
+    if kind == "ForConditionalGeneration" and not encodes:
+        return "ForCausalLM"
+    return kind or ""
+
+
+def is_whole(folder: str) -> bool:
+    """Whether a checkpoint was written to its end."""
+    return all(os.path.isfile(os.path.join(folder, name)) for name in (_ENGINE_FILE, _STATE_FILE))
+
+
+def last_whole_checkpoint(output_dir: str) -> str:
+    """The newest checkpoint in a folder that was written to its end."""
+    folders = [entry.path for entry in os.scandir(output_dir) if entry.is_dir()] if os.path.isdir(output_dir) else []
+    steps = {path: path.rpartition("-")[2] for path in folders if os.path.basename(path).startswith("checkpoint-")}
+    whole = [path for path, step in steps.items() if step.isdigit() and is_whole(path)]
+    if not whole:
+        raise CheckpointError(f"No whole checkpoint was found in {output_dir}.")
+    return max(whole, key=lambda path: int(steps[path]))
+
+
+def refuse_arguments(args: TrainingArguments) -> None:
+    """Raises for what would break the guarantee, or what would be ignored."""
+    accelerator = args.accelerator_config
+    dispatches = accelerator is not None and getattr(accelerator, "dispatch_batches", None)
+    strategy = str(getattr(args, "train_sampling_strategy", "random")).rpartition(".")[2].lower()
+    wanted = {
+        "fp16": args.fp16,
+        "bf16": args.bf16,
+        "fp16_full_eval": args.fp16_full_eval,
+        "bf16_full_eval": args.bf16_full_eval,
+        "train_sampling_strategy": strategy not in ("random", "sequential"),
+        "accelerator_config.dispatch_batches": dispatches,
+        "deepspeed": args.deepspeed,
+        "fsdp": args.fsdp,
+        "torch_compile": args.torch_compile,
+        "neftune_noise_alpha": args.neftune_noise_alpha,
+        "gradient_checkpointing": args.gradient_checkpointing,
+        "label_smoothing_factor": args.label_smoothing_factor,
+        "use_liger_kernel": args.use_liger_kernel,
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "dataloader_drop_last": args.dataloader_drop_last,
+        "include_num_input_tokens_seen": str(args.include_num_input_tokens_seen) not in ("no", "False"),
+        "load_best_model_at_end": args.load_best_model_at_end,
+        "save_only_model": args.save_only_model and args.save_strategy != "no",
+        "hub_strategy": args.push_to_hub and "checkpoint" in str(args.hub_strategy).lower(),
+        "enable_jit_checkpoint": getattr(args, "enable_jit_checkpoint", False),
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted:
+            raise UnsupportedError(f"TrainingArguments.{name} is not available in private training: {_REFUSED[name]}.")
+    if args.world_size > 1 or args.n_gpu > 1:
+        raise UnsupportedError(
+            "PrivateTrainer trains in one process on one device. For tables that outgrow it, see docs/distributed.md."
+        )

@@ -1,0 +1,266 @@
+"""`sparsedp init`, and `data.kind: table` from the command line: three strange files from a header to a trained model."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import yaml
+
+from sparsedp.cli.config.config import Config
+from sparsedp.cli.config.load import load_config, parse_yaml
+from sparsedp.cli.main import main
+
+QUICK = ["--set", "training.epochs=1", "--set", "training.check=false", "--quiet", "--json"]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def train(config: str, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    capsys.readouterr()
+    assert main(["train", config, *QUICK, *options]) == 0
+    return statement_of(capsys)
+
+
+def statement_of(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    (statement,) = Path("runs").glob("*/release/statement.json")
+    return json.loads(statement.read_text())
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(list(arguments)) == 2
+    err = capsys.readouterr().err.strip()
+    assert "\n" not in err
+    return err
+
+
+def clicks(rows: int = 300) -> str:
+    """With a BOM, Windows line ends, quoted separators, gaps, Unicode and an empty last line."""
+    draw = random.Random(1)
+    lines = ["clicked;site;price;seen;title;user_id;when;row;empty"]
+    for i in range(rows):
+        site, price = draw.choice(["größe", "b", '"c;d"', ""]), draw.choice(["", "NA", "3.5", "-2", "1e3"])
+        seen = "|".join(str(draw.randrange(50)) for _ in range(draw.randrange(6)))
+        when = f"2026-03-{draw.randrange(1, 28):02d}"
+        lines.append(
+            f'{draw.choice(["yes", "no"])};{site};{price};{seen};"Red ""shoes""; {i % 7} left";u{i % 60};{when};{i};'
+        )
+    return "\ufeff" + "\r\n".join(lines) + "\r\n\r\n"
+
+
+def test_a_click_log_with_columns_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("clicks.csv").write_text(clicks(), newline="")
+    assert main(["init", "clicks.csv"]) == 0
+    said = capsys.readouterr().out
+    assert "sparsedp train clicks.yaml" in said and "row " in said and "it counts the rows" in said
+    data = yaml.safe_load(Path("clicks.yaml").read_text())["data"]
+    assert (data["label"], data["positive"], data["user"], data["time"]) == ("clicked", ["yes"], "user_id", "when")
+    assert [*data["categorical"]] == ["site"] and [*data["numeric"]] == ["price"]
+    assert [*data["sequence"]] == ["seen"] and [*data["text"]] == ["title"] and data["guessed"] is True
+    result = train("clicks.yaml", capsys)
+    assert result["unit"] == "user"
+    assert any("sparsedp init" in note for note in result["not_covered"])
+    assert "clicks.yaml is there already" in refused(capsys, "init", "clicks.csv")
+    assert main(["init", "clicks.csv", "--to", "other.yaml", "--label", "clicked"]) == 0
+
+
+def test_numbers_without_a_header(capsys: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(2)
+    rows = [
+        f"{draw.random():.3f}\t{draw.randrange(4)}\t{draw.randrange(2)}\t{draw.randrange(10**6)}" for _ in range(200)
+    ]
+    Path("a b.tsv.gz").write_bytes(gzip.compress("\n".join(rows).encode()))
+    assert main(["init", "a b.tsv.gz"]) == 0
+    data = yaml.safe_load(Path("a_b.yaml").read_text())["data"]
+    assert data["label"] == "column_3" and data["columns"] == [f"column_{i}" for i in range(1, 5)]
+    result = train("a_b.yaml", capsys, "--set", "model={kind: dlrm, dim: 4, bottom: [8], top: [8]}")
+    assert result["unit"] == "example"
+
+
+def test_parquet_with_lists_and_a_rating(capsys: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(3)
+    n = 150
+    table = {
+        "stars": [draw.randrange(1, 6) for _ in range(n)],
+        "tags": [[f"t{draw.randrange(9)}" for _ in range(draw.randrange(4))] for _ in range(n)],
+        "zip": [10_000 + draw.randrange(30) for _ in range(n)],
+    }
+    Path("days").mkdir()
+    for day in range(3):
+        pq.write_table(pa.table({name: column[day::3] for name, column in table.items()}), f"days/day_{day}.parquet")
+    assert main(["init", "days"]) == 0
+    data = yaml.safe_load(Path("days.yaml").read_text())["data"]
+    assert (data["label"], data["label_above"]) == ("stars", 3.0)
+    assert [*data["sequence"]] == ["tags"] and [*data["categorical"]] == ["zip"]
+    held_out = train("days.yaml", capsys, "--set", "data.held_out=[2]")
+    assert held_out["unit"] == "example" and "100" in held_out["sampling"]
+
+
+def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    draw = random.Random(4)
+    lines = [f"{draw.randrange(1, 6)},c{i % 25},{draw.randrange(40)},{1_700_000_000 + i}" for i in range(400)]
+    Path("log.csv").write_text("stars,customer_id,product,bought_time\n" + "\n".join(lines) + "\n")
+    assert main(["init", "--sequence", "log.csv"]) == 0
+    data = yaml.safe_load(Path("log.yaml").read_text())["data"]
+    assert (data["user"], data["item"], data["time"]) == ("customer_id", "product", "bought_time")
+    assert train("log.yaml", capsys, "--set", "data.length=8")["unit"] == "user"
+    assert "no column is called like a item" not in refused(capsys, "init", "--sequence", "log.csv", "--to", "a.txt")
+
+
+def test_text(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["good film", "bad film indeed", "so so"]
+    Path("reviews.tsv").write_text("review\tlabel\n" + "".join(f"{words[i % 3]}\t{i % 2}\n" for i in range(100)))
+    assert main(["init", "--text", "reviews.tsv"]) == 0
+    data = yaml.safe_load(Path("reviews.yaml").read_text())["data"]
+    assert [*data["text"]] == ["review"] and "categorical" not in data
+    assert train("reviews.yaml", capsys)["unit"] == "example"
+
+
+def test_an_own_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", "--own-model"]) == 0
+    assert Path("own_model.py").is_file() and isinstance(load_config("own_model.yaml"), Config)
+    assert "own_model.py is there already" in refused(capsys, "init", "--own-model")
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        (None, [], "no such file"),
+        ("", [], "is empty"),
+        ("a,b\n", [], "no rows under the header"),
+        ("hello\n", [], "neither tabs nor commas"),
+        ("a,b\nx,y\nz,w\nv,u\n", [], "no column looks like a label"),
+        ("a,b\nx,1\nz,0\n", ["--label", "c"], "--label c: the columns are a, b"),
+        ("a,label\nx,1\nx,0\n", [], "no column but the label, label, looks like one to learn from"),
+        ("a,b\nx,1\n", ["--sequence"], "no column is called like"),
+        ("a,b\nx,1\n", ["--sequence", "--label", "a"], "sequences have none"),
+        ("a,b\nx,1\n", ["--to", "no/folder.yaml"], "there is no folder no"),
+        ("a,b\nx,1\n", ["--to", "a.csv"], "is there already"),
+    ],
+)
+def test_init_refuses(
+    content: str | None, options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if content is not None:
+        Path("a.csv").write_text(content)
+    assert message in refused(capsys, "init", "a.csv", *options)
+    assert not Path("a.yaml").exists()
+
+
+TABLE = [
+    "train",
+    "table",
+    *QUICK,
+    "--set",
+    "data.paths=log.csv",
+    "--set",
+    "data.label=y",
+    "--set",
+    "training.batch_size=16",
+]
+
+
+def write_log() -> None:
+    draw = random.Random(5)
+    lines = [f"{draw.randrange(2)},{'abc'[draw.randrange(3)]},{draw.randrange(90)}" for _ in range(200)]
+    Path("log.csv").write_text("y,site,age\n" + "\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("columns", "private"),
+    [
+        ("data={categorical: {site: {file: sites.txt}}, numeric: {age: {buckets: [18, 65]}}}", False),
+        ("data={sequence: {site: {buckets: 9}}, numeric: {age: {low: 0, high: 100}}}", False),
+        ("data.categorical={site: {min_count: 2}}", True),
+        ("data.sequence={site: {min_count: 2}}", True),
+    ],
+)
+def test_the_statement_tells_what_was_counted(columns: str, private: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    write_log()
+    Path("sites.txt").write_text("a\nb\n")
+    key, _, given = columns.partition("=")
+    values = yaml.safe_load(given) if key == "data" else {key.partition(".")[2]: yaml.safe_load(given)}
+    options = [part for name, value in values.items() for part in ("--set", f"data.{name}={json.dumps(value)}")]
+    assert main([*TABLE, *options]) == 0
+    notes = statement_of(capsys)["not_covered"]
+    assert any("counted on the private data without noise" in note for note in notes) == private
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ["data.numeric={age: {buckets: 10}}"],
+            "data.numeric.age.buckets: boundaries counted on private data have no guarantee",
+        ),
+        (["data.numeric={age: {buckets: quantiles}}"], "data.numeric.age.buckets: boundaries counted on private data"),
+        (["data.numeric={age: {low: 1}}"], "column age: low and high are given together"),
+        (
+            ["data.numeric={age: {lwo: 1}}"],
+            "data.numeric.age.lwo: unknown key; expected one of transform, low, high, buckets",
+        ),
+        (["data.categorical={site: {bucket: 9}}"], "Did you mean 'buckets'?"),
+        (["data.categorical={site: {buckets: 9, min_count: 2}}"], "data.categorical.site: give one of"),
+        (["data.categorical=[site]", "data.user=site"], "the user column 'site' is read as something else"),
+        (["data.categorical=[sites]"], "lacks the columns sites; it has y, site, age. Did you mean 'site'?"),
+        (["data.categorical=[site]", "data.label=yy"], "lacks the columns yy"),
+        (
+            ["data.categorical=[site]", "data.held_out=['2026-01-01']"],
+            "data.held_out: dates are held out where data.time",
+        ),
+        (["data.categorical=[site]", "data.held_out=[3]"], "held_out=[the periods]"),
+        (["data.categorical=[site]", "data.label=age"], "log.csv, line 2: age is neither 0 nor 1"),
+        ([], "needs a column to learn from"),
+        (["data.categorical=[site]", "data.separator=ab"], "data.separator: expected one character"),
+        (["data.categorical=[site]", "data.paths=$NOWHERE/a"], "there is no environment variable NOWHERE"),
+    ],
+)
+def test_tables_that_are_refused(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write_log()
+    arguments = [argument for option in options for argument in ("--set", option)]
+    assert message in refused(capsys, *TABLE, *arguments)
+    assert not list(Path("runs").glob("log*"))
+
+
+def fits(value: Any, schema: dict[str, Any], whole: dict[str, Any]) -> bool:
+    """Whether a value is as a JSON schema says, as far as ours goes."""
+    if "$ref" in schema:
+        return fits(value, whole["$defs"][schema["$ref"].rpartition("/")[2]], whole)
+    if "anyOf" in schema:
+        return any(fits(value, member, whole) for member in schema["anyOf"])
+    if "enum" in schema:
+        return value in schema["enum"]
+    types = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int}
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if schema.get("type") in ("number", "integer"):
+        low, high = schema.get("minimum", -1e99), schema.get("maximum", 1e99)
+        return number and low <= value <= high and (schema["type"] == "number" or value == int(value))
+    if "type" in schema and not isinstance(value, types[schema["type"]]):
+        return False
+    if isinstance(value, list):
+        return all(fits(item, schema["items"], whole) for item in value)
+    if isinstance(value, dict) and "properties" in schema:
+        known = schema["properties"]
+        return {*schema["required"]} <= {*value} <= {*known} and all(fits(v, known[k], whole) for k, v in value.items())
+    return True
+
+
+def test_the_json_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schema"]) == 0
+    schema = json.loads(capsys.readouterr().out)
+    folder = Path(main.__code__.co_filename).parent / "configs"
+    for name in ("demo", "dlrm", "stream", "sequences", "dual", "own_model", "movielens"):
+        values = parse_yaml((folder / f"{name}.yaml").read_text(), name)
+        assert fits(values, schema, schema), name
+        assert not fits({**values, "trainig": {}}, schema, schema)
+        assert not fits({**values, "training": {**values["training"], "epochs": 0}}, schema, schema)

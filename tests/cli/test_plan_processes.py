@@ -1,0 +1,92 @@
+"""`sparsedp plan` says what it is doing, and what several processes would hold and send."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sparsedp.cli import plan_report
+from sparsedp.cli.main import main
+
+TINY = """
+data: {kind: generated, rows: 1000, scale: 0.01}
+model: {kind: pctr, hidden: 8, hidden_layers: 1}
+optimizer: {name: Adagrad, lr: 0.05}
+training: {epochs: 2, batch_size: 100}
+privacy: {target_epsilon: 5, max_grad_norm: 2, mechanism: {name: adafest, threshold: 4.0, noise_ratio: 2.0}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tiny.yaml").write_text(TINY)
+
+
+def plan(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> tuple[dict[str, Any], str]:
+    assert main(["plan", "tiny.yaml", "--no-measure", "--json", *argv]) == code
+    out, err = capsys.readouterr()
+    return json.loads(out), err
+
+
+def test_it_says_what_it_does(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the error stream, and nothing with --quiet. The plan alone is on stdout."""
+    monkeypatch.setattr(plan_report, "_SECONDS", 0.0)
+    assert main(["plan", "tiny.yaml", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["measured"]["steps"] == 1, "of long steps, one that warms up and one that is measured"
+    wanted = [
+        "Reading the data",
+        "Making the model",
+        "Calibrating the noise",
+        "Counting rows",
+        "Predicting rows",
+        "Taking steps",
+    ]
+    assert [next(line for line in wanted if said.startswith(line)) for said in err.splitlines()] == wanted
+    assert plan(capsys, "--quiet")[1] == ""
+
+
+def test_several_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchrec", None)
+    alone, _ = plan(capsys, "--quiet")
+    report, _ = plan(capsys, "--quiet", "--nproc", "4", "--hosts", "2", "--memory", "64GB")
+    several = report.pop("several_processes")
+    assert report == alone, "what one process is told does not change"
+    assert several["fits"] and several["advice"] is None and several["host_memory_bytes"] == 64_000_000_000
+    assert {entry["name"] for entry in several["tables"]} == {entry["name"] for entry in alone["tables"]}
+    sent = several["sent_bytes_per_step"]
+    assert sent["mean"] == pytest.approx(sum(sent["by_purpose"].values())) and sent["most"] >= sent["mean"] > 0
+    assert {"rows", "counts", "mask", "clipped_rows", "dense"} <= sent["by_purpose"].keys()
+    memory = several["memory_bytes_per_rank"]
+    assert memory["most"] == pytest.approx(sum(memory["of_the_fullest"].values())) and memory["most"] < memory["limit"]
+    assert main(["plan", "tiny.yaml", "--no-measure", "--quiet", "--nproc", "4"]) == 0
+    assert "4 processes on 1 host(s)" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    report, err = plan(capsys, "--nproc", "2", "--memory", "500MB", code=2)
+    assert "does not fit" in report["several_processes"]["advice"] and "the run does not fit" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--hosts", "2"], "--nproc"),
+        (["--nproc", "3", "--hosts", "2"], "cannot be divided evenly"),
+        (["--nproc", "2", "--set", "model.freeze_tables=true"], "--nproc are about tables"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "tiny.yaml", "--quiet", *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_amounts_without_a_unit_that_is_clear(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "tiny.yaml", "--nproc", "2", "--memory", "256G"])
+    assert "such as 256GB or 256GiB" in capsys.readouterr().err

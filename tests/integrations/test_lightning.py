@@ -1,0 +1,47 @@
+"""PyTorch Lightning, which makes every step with a closure, takes the steps of the ordinary loop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from support import Clicks, clicks, loader_of, make_private, train
+
+lightning = pytest.importorskip("pytorch_lightning")
+
+pytestmark = pytest.mark.models
+
+
+def run() -> tuple[Any, nn.Module, Any, Any]:
+    torch.manual_seed(0)
+    return make_private(Clicks(), loader_of(*clicks(64), batch_size=16))
+
+
+def test_trains_as_the_loop_does() -> None:
+    engine, module, optimizer, loader = run()
+    train(module, optimizer, loader, epochs=2)
+    engine_there, module_there, optimizer_there, loader_there = run()
+
+    class Trained(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = module_there
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            *inputs, target = batch
+            return nn.functional.binary_cross_entropy_with_logits(self.model(*inputs), target)
+
+        def configure_optimizers(self) -> Any:
+            return optimizer_there
+
+    trainer = lightning.Trainer(
+        max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Trained(), loader_there)
+    assert engine_there.ledger.steps == engine.ledger.steps == 8
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(module_there.state_dict()[name], value, rtol=0, atol=0)

@@ -1,0 +1,348 @@
+"""PrivateTrainer: the plain loop's run, resumed runs, losses of units, what is refused and what is logged."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("transformers")
+
+import transformers
+
+import sparsedp
+from sparsedp.errors import CheckpointError, UnsupportedError
+from sparsedp.integrations.transformers import PrivateTrainer, loss_kind, refuse_arguments
+from sparsedp.integrations.unit_losses import IGNORED, LABELS, losses_of_units
+from sparsedp.settings import PrivacySettings
+
+pytestmark = pytest.mark.models
+
+VOCABULARY, LENGTH, SIZE, BATCH, PHYSICAL = 60, 6, 40, 8, 4
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+}
+
+
+def classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SMALL, max_position_embeddings=16))
+
+
+def examples(size: int = SIZE) -> list[dict[str, Any]]:
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, VOCABULARY, (size, LENGTH), generator=draw).tolist()
+    return [{"input_ids": row, "attention_mask": [1] * LENGTH, "label": i % 2} for i, row in enumerate(ids)]
+
+
+def arguments(folder: Path, **changed: Any) -> transformers.TrainingArguments:
+    given = {
+        "per_device_train_batch_size": PHYSICAL, "gradient_accumulation_steps": BATCH // PHYSICAL, "num_train_epochs": 2,
+        "logging_steps": 1, "save_steps": 3, "report_to": "none", "learning_rate": 1e-2, "use_cpu": True, "disable_tqdm": True,
+        "optim": "sgd", "lr_scheduler_type": "linear",
+    }  # fmt: skip
+    return transformers.TrainingArguments(str(folder), **{**given, **changed})
+
+
+def trainer(folder: Path, model: nn.Module | None = None, data: Any = None, **changed: Any) -> PrivateTrainer:
+    own = {
+        name: changed.pop(name)
+        for name in ("privacy", "target_epsilon", "log_training_loss", "seed")
+        if name in changed
+    }
+    noise = {} if "target_epsilon" in own else {"noise_multiplier": 1.0}
+    return PrivateTrainer(
+        classifier() if model is None else model,
+        arguments(folder, **changed),
+        train_dataset=examples() if data is None else data,
+        privacy=own.pop("privacy", PrivacySettings(max_grad_norm=1.0)),
+        engine=sparsedp.PrivacyEngine(seed=own.pop("seed", 3)),
+        **noise,
+        **own,
+    )
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def plain_loop(steps: int) -> tuple[dict[str, Tensor], sparsedp.PrivacyEngine]:
+    """The loop that a user would write."""
+    model, engine = classifier(), sparsedp.PrivacyEngine(seed=3)
+    data = examples()
+    collate = transformers.default_data_collator
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1e-2),
+        data_loader=torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True, collate_fn=collate),
+        noise_multiplier=1.0, max_grad_norm=1.0, max_physical_batch=PHYSICAL,
+    )  # fmt: skip
+    schedule = transformers.get_linear_schedule_with_warmup(optimizer, 0, steps)
+    model.train()
+    for _ in range(2):
+        for batch in loader:
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            optimizer.step()
+            if loader.current.last:
+                schedule.step()
+    return weights_of(model), engine
+
+
+def test_it_trains_as_the_plain_loop_does(tmp_path: Path) -> None:
+    private = trainer(tmp_path)
+    private.train()
+    weights, engine = plain_loop(2 * SIZE // BATCH)
+    for name, value in weights_of(private.model).items():
+        assert torch.equal(value, weights[name]), name
+    assert private.engine.ledger.steps == engine.ledger.steps
+    assert private.engine.get_epsilon(1e-3) == engine.get_epsilon(1e-3)
+
+
+def test_physical_batches_change_nothing(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole", per_device_train_batch_size=BATCH, gradient_accumulation_steps=1)
+    parts = trainer(tmp_path / "parts", per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    for private in (whole, parts):
+        private.model.config.hidden_dropout_prob = 0.0
+        for module in private.model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0  # masks are drawn for each physical batch
+        private.train()
+    for name, value in weights_of(whole.model).items():
+        torch.testing.assert_close(value, weights_of(parts.model)[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("at", [3, 5], ids=["in the middle of an epoch", "at its end"])
+def test_a_resumed_run_ends_as_the_whole_one(tmp_path: Path, at: int) -> None:
+    whole = trainer(tmp_path, save_steps=at)
+    whole.train()
+    kept = tmp_path / "kept" / f"checkpoint-{at}"
+    shutil.copytree(tmp_path / f"checkpoint-{at}", kept)
+    (tmp_path / "kept" / "checkpoint-9").mkdir()  # cut short
+    resumed = trainer(tmp_path / "kept", save_steps=at)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == whole.state.global_step == 10
+    for name, value in weights_of(whole.model).items():
+        assert torch.equal(value, weights_of(resumed.model)[name]), name
+    assert resumed.engine.ledger.steps == whole.engine.ledger.steps
+    assert resumed.engine.get_epsilon(1e-3) == whole.engine.get_epsilon(1e-3)
+    logged = [
+        [(row["step"], row["epoch"], row["loss"]) for row in t.state.log_history if "loss" in row]
+        for t in (whole, resumed)
+    ]
+    assert logged[0] == logged[1]
+
+
+def test_a_checkpoint_that_was_cut_short_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-1").mkdir()
+    with pytest.raises(CheckpointError, match="cut short"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    with pytest.raises(CheckpointError, match="No whole checkpoint"):
+        trainer(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_a_target_is_met_within_its_steps(tmp_path: Path) -> None:
+    private = trainer(tmp_path, target_epsilon=2.0, max_steps=7, save_strategy="no")
+    private.train()
+    assert private.engine.ledger.steps == 7
+    assert 1.9 < private.epsilon() <= 2.0
+    with pytest.raises(sparsedp.SparseDPError, match="trained already"):
+        private.train()
+
+
+def test_saved_weights_are_settled(tmp_path: Path) -> None:
+    """Rows that LazyDP owes noise have it in what save_model writes."""
+    private = trainer(
+        tmp_path, privacy=PrivacySettings(max_grad_norm=1.0, mechanism=sparsedp.LazyDP()), save_strategy="no"
+    )
+    before = weights_of(private.model)
+    private.train()
+    private.save_model(str(tmp_path / "saved"))
+    saved = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "saved").state_dict()
+    table = "bert.embeddings.word_embeddings.weight"
+    assert (saved[table] != before[table]).any(1).all()  # also rows that no example has
+    assert all(torch.equal(saved[name], value) for name, value in weights_of(private.model).items())
+
+
+def test_batches_without_examples(tmp_path: Path) -> None:
+    """Half a unit a batch on average: most batches are empty, and every step counts."""
+    few = examples(4)
+    private = trainer(
+        tmp_path, data=few, per_device_train_batch_size=1, gradient_accumulation_steps=1, num_train_epochs=4
+    )
+    private.train()
+    assert private.engine.ledger.steps == 16 and all(
+        torch.isfinite(v).all() for v in weights_of(private.model).values()
+    )
+
+
+def test_columns_are_those_of_the_model(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{**example, "text": "secret", "number": 3.5} for example in examples()]
+    private = trainer(tmp_path, data=datasets.Dataset.from_list(rows), save_strategy="no")
+    private.train()
+    assert private.engine.ledger.steps == 10
+    (batch,) = [batch for _, batch in zip(range(1), private.get_train_dataloader())]
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+
+
+def test_texts_of_different_lengths(tmp_path: Path) -> None:
+    """Padded to the longest of the batch by the collate function, which gives a BatchEncoding."""
+    data = [
+        {**row, "input_ids": row["input_ids"][: 2 + i % 5], "attention_mask": [1] * len(row["input_ids"][: 2 + i % 5])}
+        for i, row in enumerate(examples())
+    ]
+
+    class Tokenizer:
+        pass
+
+    def collate(rows: list[dict[str, Any]]) -> transformers.BatchEncoding:
+        longest = max(len(row["input_ids"]) for row in rows)
+        padded = {
+            name: torch.tensor([row[name] + [0] * (longest - len(row[name])) for row in rows])
+            for name in ("input_ids", "attention_mask")
+        }
+        return transformers.BatchEncoding({**padded, "labels": torch.tensor([row["label"] for row in rows])})
+
+    private = trainer(tmp_path, data=data, save_strategy="no")
+    private.data_collator = collate
+    private.train()
+    assert private.engine.ledger.steps == 10
+
+
+# ---------------------------------------------------------------------- losses
+
+
+def model_of(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    positions = {"max_position_embeddings": 16}
+    makers = {
+        "ForCausalLM": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=8, n_layer=1, n_head=2, n_positions=16)),
+        "ForMaskedLM": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, **positions)),
+        "ForTokenClassification": lambda: transformers.BertForTokenClassification(transformers.BertConfig(**SMALL, **positions)),
+        "ForQuestionAnswering": lambda: transformers.BertForQuestionAnswering(transformers.BertConfig(**SMALL, **positions)),
+        "ForConditionalGeneration": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)),
+    }  # fmt: skip
+    return makers[kind]()
+
+
+def labelled(kind: str, size: int = SIZE) -> list[dict[str, Any]]:
+    """Examples with from one to all of their tokens labelled."""
+    draw, rows = torch.Generator().manual_seed(2), examples(size)
+    for i, row in enumerate(rows):
+        del row["label"]
+        if kind == "ForQuestionAnswering":
+            row["start_positions"], row["end_positions"] = i % LENGTH, 99 if i % 3 == 0 else (i + 1) % LENGTH
+            continue
+        count = 2 if kind == "ForTokenClassification" else VOCABULARY
+        labels = torch.randint(count, (LENGTH,), generator=draw)
+        labels[: LENGTH - 1 - i % (LENGTH - 1)] = IGNORED
+        row["labels"] = labels.tolist()
+    return rows
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_the_loss_of_a_unit_is_the_models_own_of_the_unit_alone(kind: str) -> None:
+    model = model_of(kind).eval()
+    assert loss_kind(model) == kind
+    batch = transformers.default_data_collator(labelled(kind, 5))
+    labels = {name: batch[name] for name in LABELS[kind]}
+    rest = {name: value for name, value in batch.items() if name not in labels}
+    if kind == "ForConditionalGeneration":
+        rest["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(labels=labels["labels"])
+    losses = losses_of_units(kind, model(**rest), labels)
+    for unit in range(5):
+        own = model(**{name: value[unit : unit + 1] for name, value in batch.items()}).loss
+        if kind == "ForQuestionAnswering" and batch["end_positions"][unit] == 99:
+            assert torch.isnan(own)  # a mean over none; here the unit has the loss of its start alone
+            continue
+        torch.testing.assert_close(losses[unit], own)
+
+
+@pytest.mark.parametrize("kind", LABELS)
+def test_token_models_train(tmp_path: Path, kind: str) -> None:
+    private = trainer(tmp_path, model_of(kind), labelled(kind), max_steps=2, save_strategy="no")
+    private.train()
+    assert private.engine.ledger.steps == 2
+
+
+def test_a_unit_without_labels_has_no_loss() -> None:
+    nothing = torch.full((2, LENGTH), IGNORED)
+    losses = losses_of_units("ForMaskedLM", {"logits": torch.randn(2, LENGTH, 4)}, {"labels": nothing})
+    assert losses.tolist() == [0.0, 0.0]
+
+
+# ---------------------------------------------------------------------- what is refused, logged and moved
+
+
+REFUSED = {
+    "bf16": {"bf16": True}, "train_sampling_strategy": {"train_sampling_strategy": "group_by_length"},
+    "accelerator_config.dispatch_batches": {"accelerator_config": {"dispatch_batches": True}},
+    "torch_compile": {"torch_compile": True}, "neftune_noise_alpha": {"neftune_noise_alpha": 5.0},
+    "gradient_checkpointing": {"gradient_checkpointing": True}, "label_smoothing_factor": {"label_smoothing_factor": 0.1},
+    "auto_find_batch_size": {"auto_find_batch_size": True}, "dataloader_drop_last": {"dataloader_drop_last": True},
+    "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "all"},
+    "load_best_model_at_end": {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3},
+    "save_only_model": {"save_only_model": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_break_the_guarantee_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"TrainingArguments.{name} is not available"):
+        trainer(tmp_path, **REFUSED[name])
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp", "fp16", "use_liger_kernel"])
+def test_what_cannot_be_set_up_here_is_refused_by_name(tmp_path: Path, name: str) -> None:
+    args = arguments(tmp_path)
+    setattr(args, name, True)
+    with pytest.raises(UnsupportedError, match=f"TrainingArguments.{name} is not available"):
+        refuse_arguments(args)
+
+
+def test_settings_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="either target_epsilon or noise_multiplier"):
+        PrivateTrainer(
+            classifier(), arguments(tmp_path), train_dataset=examples(), privacy=PrivacySettings(max_grad_norm=1.0)
+        )
+    with pytest.raises(TypeError, match="PrivacySettings"):
+        PrivateTrainer(classifier(), arguments(tmp_path), train_dataset=examples(), privacy={}, noise_multiplier=1.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("log_training_loss", [True, False])
+def test_the_exact_loss_is_logged_here_or_not_at_all(tmp_path: Path, log_training_loss: bool) -> None:
+    private = trainer(tmp_path, log_training_loss=log_training_loss)
+    private.train()
+    state = json.loads((tmp_path / "checkpoint-10" / "trainer_state.json").read_text())
+    steps = [row for row in state["log_history"] if "learning_rate" in row]
+    assert len(steps) == 10 and all(("loss" in row) == log_training_loss for row in steps)
+    assert ("train_loss" in private.state.log_history[-1]) == log_training_loss
+    assert state["total_flos"] == 0 and not any("grad_norm" in row for row in state["log_history"])
+    if log_training_loss:
+        epsilons = [row["epsilon"] for row in steps]
+        assert epsilons == sorted(epsilons) and epsilons[-1] == round(private.epsilon(), 4)
+
+
+def test_adapters_and_saved_modules_move_and_nothing_else(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        task_type="SEQ_CLS", r=2, target_modules=["query", "value"], modules_to_save=["word_embeddings", "classifier"]
+    )
+    model = peft.get_peft_model(classifier(), config)
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
+    private = trainer(tmp_path, model, save_strategy="no")
+    private.train()
+    for name, parameter in model.named_parameters():
+        value, trained = before[name]
+        assert torch.equal(value, parameter.detach()) != trained, name
+    assert any("word_embeddings.modules_to_save" in name for name, (_, trained) in before.items() if trained)
