@@ -22,6 +22,7 @@ privacy: {noise_multiplier: 0.64, max_grad_norm: 1.0, unit: user}
 TINY = """
 base: base.yaml
 reference: dpsgd
+control_rates: [1.0]
 variants: {dpsgd: {}, eana: {set: {privacy.mechanism: eana}}}
 controls: {frozen: null}
 """

@@ -100,6 +100,10 @@ OPERATIONS: dict[str, tuple[tuple[int, ...], Callable[[int], dict[str, Any]], Ca
     "attention weights": (
         (3,), lambda n: {"a": nn.MultiheadAttention(D, 2, batch_first=True)}, lambda m, x: m.a(x, x, x)[1]
     ),
+    "attention with a bias": (
+        (3, 4), lambda n: {"b": par(SHAPES[n][-2], SHAPES[n][-2])},
+        lambda m, x: F.scaled_dot_product_attention(x, x, x, m.b),
+    ),
     "recurrent": (
         (3,), lambda n: {"r": sparsedp.nn.GRU(D, 6, batch_first=True)}, lambda m, x: m.r(x)[0]
     ),

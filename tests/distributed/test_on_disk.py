@@ -33,6 +33,7 @@ def test_the_same_numbers(tmp_path: Path, make) -> None:
 def test_a_table_is_made_that_has_no_room_in_memory(tmp_path: Path) -> None:
     program = """
 import resource, sys, torch
+from torch import nn
 from pathlib import Path
 from sparsedp.distributed.on_disk import large_tensors_on_disk
 used = 1024 * int(next(l for l in open("/proc/self/status") if l.startswith("VmData")).split()[1])

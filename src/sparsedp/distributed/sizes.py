@@ -13,7 +13,6 @@ from typing import Literal
 import numpy as np
 
 from sparsedp.distributed.placement import PlacedShard
-from sparsedp.mechanisms import ExponentialSelection
 from sparsedp.mechanisms.base import Mechanism
 
 ShardingType = Literal["row_wise", "table_wise", "column_wise", "table_row_wise", "data_parallel"]
@@ -164,7 +163,7 @@ def sent_for_table(
         sent.counts += to_others(shares * touched * _NUMBER)
     if mechanism.selects:
         sent.mask += from_owners(shares * touched * _MASK)
-    if isinstance(mechanism, ExponentialSelection):
+    if mechanism.selects_by_sum:
         sent.picks += to_others(shares * touched * row)
     return sent
 
@@ -207,7 +206,7 @@ def sent_in_step(
     for table in tables:
         sent.add(sent_for_table(table, *placed[table.name], cluster, work))
     sent.dense += _summed(work.dense * _FLOAT, ranks)
-    if isinstance(mechanism, ExponentialSelection):
+    if mechanism.selects_by_sum:
         sent.picks += 2 * _NUMBER * others * _most_owned(tables, placed, cluster, work)
     lookups = {(table.pooled, placed[table.name][0]) for table in tables if placed[table.name][0] != "data_parallel"}
     collections = {table.pooled for table in tables}
@@ -224,11 +223,9 @@ def sent_in_step(
     sent.agreement += (3 * _NUMBER + 1) * others
     # All-to-alls: sizes, lengths, ids and results of a lookup; sizes and rows of an exchange, and what is said of the rows.
     messages = len(lookups) * batches * (4 + weighted) + 2 * settlings + 3 * exchanges
-    messages += (
-        (mechanism.contribution_clip is not None) + mechanism.selects + isinstance(mechanism, ExponentialSelection)
-    )
+    messages += (mechanism.contribution_clip is not None) + mechanism.selects + mechanism.selects_by_sum
     messages += 2 if work.dense else 0  # a sum goes round the ring twice
-    gathers = 2 + (4 if isinstance(mechanism, ExponentialSelection) else 0)
+    gathers = 2 + (4 if mechanism.selects_by_sum else 0)
     sent.headers += (messages * _HEADER + gathers * _GATHER_HEADER) * others
     return sent
 

@@ -50,6 +50,8 @@ class Mechanism(ABC):
 
     name: ClassVar[str]
     selects: ClassVar[bool] = False  # whether `select` chooses rows; physical batches are then held until it has
+    # Whether `select` looks at the clipped sum, which several processes then add up on its rows' owners before it.
+    selects_by_sum: ClassVar[bool] = False
     prepares: ClassVar[bool] = False  # whether `prepare` has to run before the first step
     # Whether `select` looks at units through `Captured` alone, as it must if a unit may have several examples.
     takes_users: ClassVar[bool] = False

@@ -33,6 +33,7 @@ class ExponentialSelection(Mechanism):
 
     name: ClassVar[str] = "exponential"
     selects: ClassVar[bool] = True
+    selects_by_sum: ClassVar[bool] = True
     takes_users: ClassVar[bool] = True
     takes_ranks: ClassVar[bool] = True
     k: int = 1000
