@@ -70,7 +70,7 @@ def _compare(variant: str, workers: dict[str, Worker], repeats: int) -> dict[str
 
 def spread(ratios: Sequence[float]) -> dict[str, float]:
     """The median and the quartiles of paired ratios."""
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
     named = dict(zip(("lower", "median", "upper"), quartiles))
     return {name: round(value, _DECIMALS) for name, value in named.items()}
 

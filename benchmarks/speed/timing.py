@@ -19,7 +19,7 @@ class Timing:
 
     @staticmethod
     def of(seconds: list[float]) -> Timing:
-        quartiles = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else [seconds[0]] * 3
+        quartiles = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 3
         return Timing(min(seconds), statistics.median(seconds), quartiles[2] - quartiles[0])
 
     def to_dict(self) -> dict[str, float]:
