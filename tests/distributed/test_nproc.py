@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torchrec")
+import commands
+
 import torch
 
 pytestmark = pytest.mark.distributed
@@ -115,11 +117,15 @@ def write_configs(folder: Path) -> None:
 
 
 def sparsedp(
-    *arguments: str, command: tuple[str, ...] = COMMAND, code: int = 0, **variables: str
+    *arguments: str, command: tuple[str, ...] = (), code: int = 0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*command, *arguments], env=ENVIRONMENT | variables, capture_output=True, text=True, timeout=300
-    )
+    """How the command ended: without a `command` to start it, in processes that are forked from a warm one."""
+    if command or variables:
+        done = subprocess.run(
+            [*command, *arguments], env=ENVIRONMENT | variables, capture_output=True, text=True, timeout=300
+        )
+    else:
+        done = commands.run(ENVIRONMENT, *arguments)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
