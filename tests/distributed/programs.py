@@ -345,9 +345,13 @@ MUTANTS: dict[str, Callable[[], Any]] = {
 
 
 def resume(
-    mechanism: str, sharding: str, steps: int, load: str | None, save: str | None, **settings: Any
-) -> dict[str, Any]:
-    """Trains up to a step, from a checkpoint and to one. A sharding "none": this process alone."""
+    mechanism: str, sharding: str, steps: int, load: str | None, save: str | None, saves: tuple[int, ...] = (),
+    **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Trains up to a step, from a checkpoint and to one, which is also written after some steps.
+
+    A sharding "none": this process alone.
+    """
     settings.setdefault("seed", 3)
     if sharding == "none":
         with alone():
@@ -357,6 +361,9 @@ def resume(
     if load is not None:
         run[0].load_checkpoint(load)
     loaded = run[0].ledger.steps
+    for step in saves:
+        train(run, step)
+        run[0].save_checkpoint(save)
     train(run, steps)
     if save is not None:
         run[0].save_checkpoint(save)
@@ -683,7 +690,7 @@ class Messages(TorchDispatchMode):
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
-        self.ranks, self.phase, self.sent = ranks, "", Counter()
+        self.ranks, self.phase, self.sent, self.calls = ranks, "", Counter(), Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         name = str(func).removeprefix("c10d.").removesuffix(".default")
@@ -705,6 +712,7 @@ class Messages(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, tensor: Tensor, times: float) -> None:
+        self.calls[self.phase] += 1
         self.sent[self.phase, name.strip("_"), str(tensor.dtype).removeprefix("torch.")] += times * tensor.nbytes
 
 
@@ -817,6 +825,7 @@ def memory_of_export(path: str, rows: int, dim: int) -> dict[str, float]:
     shard_tables(module)
     run = begin(module, "adafest")
     train(run, steps=1)
+    run[0].save_state_dict(path)  # once before: a forked process has yet to map pages of the libraries that this calls
     gc.collect()
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is as high as the memory is now
@@ -832,6 +841,35 @@ def _memory(entry: str) -> int:
     """Bytes, as the system counts them for this process."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(entry)]
     return 1024 * int(line.split()[1])
+
+
+class Several(nn.Module):
+    """So many tables of one size, each looked up by itself."""
+
+    def __init__(self, tables: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(9, 8) for _ in range(tables))
+        self.over = nn.Linear(3 + 8 * tables, 1)
+
+    def forward(self, numbers: Tensor, features: KeyedJaggedTensor, country: Tensor) -> Tensor:
+        return self.over(torch.cat([numbers, *(table(country) for table in self.tables)], 1)).squeeze(1)
+
+
+def messages_of_divided(tables: int, mechanism: str) -> dict[str, int]:
+    """How many collectives a step has before its loss, and from there on, with tables that are divided one by one."""
+    module = Several(tables)
+    shard_tables(module)
+    run = begin(module, mechanism)
+    train(run, 1)
+    messages, (_, module, optimizer, loader) = Messages(dist.get_world_size()), run
+    *inputs, labels = next(iter(loader))
+    with messages:
+        messages.phase = "forward"
+        output = module(*inputs)
+        messages.phase = "step"
+        F.binary_cross_entropy_with_logits(output, labels).backward()
+        optimizer.step()
+    return dict(messages.calls)
 
 
 def whole_weight() -> str:

@@ -28,6 +28,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from benchmarks.speed.access import draw_ids
 from benchmarks.speed.distributed.setting import NUMBERS, Setting
 from benchmarks.speed.steps import matched_adafest
+from sparsedp.distributed import shard_tables
 from sparsedp.engine import PrivacyEngine
 from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, LazyDP, Mechanism
 from sparsedp.sampling import BatchInfo
@@ -45,6 +46,19 @@ class Light(nn.Module):
 
     def forward(self, numbers: Tensor, features: KeyedJaggedTensor) -> Tensor:
         return self.over(torch.cat([numbers, self.tables(features).values()], 1))
+
+
+class Apart(nn.Module):
+    """`Light` with a bag of torch's own for each table."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, setting.dim, mode="sum") for rows in setting.table_sizes)
+        self.over = nn.Linear(NUMBERS + setting.dim * len(setting.table_sizes), 1)
+
+    def forward(self, numbers: Tensor, features: KeyedJaggedTensor) -> Tensor:
+        ids = features.values().view(len(self.tables), len(numbers), -1)
+        return self.over(torch.cat([numbers, *(table(ids[i]) for i, table in enumerate(self.tables))], 1))
 
 
 def make_model(setting: Setting) -> tuple[nn.Module, str]:
@@ -158,14 +172,23 @@ def plain_step(batches: Batches, watch: Any) -> Callable[[], None]:
     return step
 
 
-def private_step(name: str, batches: Batches, watch: Any) -> Callable[[], None]:
-    """The same step made private, on a batch of fixed size, so that both do the same work."""
+def private_step(name: str, batches: Batches, watch: Any, apart: bool = False) -> Callable[[], None]:
+    """The same step made private, on a batch of fixed size, so that both do the same work.
+
+    With `apart`, of the light model whose tables are no collection: `shard_tables` divides each by itself.
+    """
     setting = batches.setting
-    module, collection = make_model(setting)
-    parent, _, last = collection.rpartition(".")
-    tables = module.get_submodule(collection)
-    sharded = shard(tables, _plan(setting, tables), device=torch.device("cpu"))
-    setattr(module.get_submodule(parent), last, sharded)
+    module: nn.Module
+    if apart:
+        torch.manual_seed(0)
+        module = Apart(setting)
+        shard_tables(module, setting.sharding)
+    else:
+        module, collection = make_model(setting)
+        parent, _, last = collection.rpartition(".")
+        tables = module.get_submodule(collection)
+        sharded = shard(tables, _plan(setting, tables), device=torch.device("cpu"))
+        setattr(module.get_submodule(parent), last, sharded)
     units = setting.batch * dist.get_world_size()
     loader: Any = DataLoader(TensorDataset(torch.zeros(100 * units, 1)), batch_size=units)
     private: Any
