@@ -445,6 +445,8 @@ def refusals(folder: str) -> dict[str, str]:
     said["a wrong id"] = _said(_wrong_id)
     said["NaN on one rank"] = _said(_nan_on_one_rank)
     said["parted"] = _said(_parted)
+    said["another batch for each feature"] = _said(_batch_of_each_feature)
+    said["index dedup"] = _said(_index_dedup)
     return said
 
 
@@ -459,6 +461,26 @@ def _wrong_id() -> None:
     for numbers, features, country, _ in run[3]:
         features._values[:] = 999
         run[1](numbers, features, country)
+
+
+def _batch_of_each_feature() -> None:
+    run = begin(sharded(make(with_country=False), "row_wise"), "adafest")
+    sizes = [2, 3, 2, 2]
+    features = KeyedJaggedTensor(
+        keys=list(FEATURES), values=torch.zeros(sum(sizes), dtype=torch.long),
+        lengths=torch.ones(sum(sizes), dtype=torch.long), stride_per_key_per_rank=[[size] for size in sizes],
+    )  # fmt: skip
+    run[1].tables(features)
+
+
+def _index_dedup() -> None:
+    from torchrec.distributed.embedding import set_ec_index_dedup
+
+    set_ec_index_dedup(True)
+    try:
+        begin(sharded(make("sequences"), "row_wise"), "adafest")
+    finally:
+        set_ec_index_dedup(False)
 
 
 def _nan_on_one_rank() -> None:

@@ -110,6 +110,8 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert "NonFiniteGradientError" in said["NaN on one rank"]
         assert ("On rank 1" in said["NaN on one rank"]) == (rank == 0)
         assert "differs from rank 0 in its dense parameters" in said["parted"]
+        assert "another batch for each feature" in said["another batch for each feature"]
+        assert "'tables' looks each id of a batch up once" in said["index dedup"]
 
 
 @pytest.mark.parametrize("unit", ["example", "user"])

@@ -66,7 +66,7 @@ class Clicks(Dataset):
         self.read += 1
         if self.slow:
             time.sleep(0.002)
-        if self.killed is not None and self.read > 400 and os.environ.get("RANK") == str(self.killed):
+        if self.killed is not None and self.read == 400 and os.environ.get("RANK") == str(self.killed):
             os.kill(os.getpid(), self.number)
         return self.ids[i], self.labels[i]
 

@@ -56,9 +56,8 @@ class Apart(nn.Module):
         self.tables = nn.ModuleList(nn.EmbeddingBag(rows, setting.dim, mode="sum") for rows in setting.table_sizes)
         self.over = nn.Linear(NUMBERS + setting.dim * len(setting.table_sizes), 1)
 
-    def forward(self, numbers: Tensor, features: KeyedJaggedTensor) -> Tensor:
-        ids = features.values().view(len(self.tables), len(numbers), -1)
-        return self.over(torch.cat([numbers, *(table(ids[i]) for i, table in enumerate(self.tables))], 1))
+    def forward(self, numbers: Tensor, ids: Tensor) -> Tensor:
+        return self.over(torch.cat([numbers, *(table(ids[:, i]) for i, table in enumerate(self.tables))], 1))
 
 
 def make_model(setting: Setting) -> tuple[nn.Module, str]:
@@ -117,8 +116,12 @@ class Batch:
     features: KeyedJaggedTensor
     labels: Tensor
 
-    def loss(self, module: nn.Module) -> Tensor:
-        return binary_cross_entropy_with_logits(module(self.numbers, self.features), self.labels)
+    def loss(self, module: nn.Module, apart: bool = False) -> Tensor:
+        """With `apart`, the module takes ids (B, tables, ids of each) in the place of features."""
+        given: Any = self.features
+        if apart:
+            given = given.values().view(len(given.keys()), len(self.numbers), -1).transpose(0, 1).contiguous()
+        return binary_cross_entropy_with_logits(module(self.numbers, given), self.labels)
 
 
 def draw_batch(setting: Setting, draw: torch.Generator) -> Batch:
@@ -203,7 +206,7 @@ def private_step(name: str, batches: Batches, watch: Any, apart: bool = False) -
         loader.current = BatchInfo(setting.batch, units, True, True, next(steps))
         optimizer.zero_grad()
         with watch("forward"):
-            loss = batches.now.loss(private)
+            loss = batches.now.loss(private, apart)
         with watch("backward"):
             loss.backward()
         optimizer.step()
