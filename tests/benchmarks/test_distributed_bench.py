@@ -54,6 +54,9 @@ def result(setting: dict[str, Any] = SETTING) -> dict[str, Any]:
         "rows": [row("plain", 0.1, 1e6, setting), row("adafest", 0.12, 1.05e6, setting), row("exponential", 0.3, 1.2e6, setting)],
         "scaling": {"latency": 5e-5, "bandwidth": 2e9, "messages": {}, "rows": [scaled]},
         "lookups": [{"model": "dlrm", "batch": 8, "tables": 26, "step": timing(0.5), "ways": ways}],
+        "apart": [{
+            "setting": {**ROWS, "model": "many"}, "collection": {**timing(0.02), "messages": 13}, "apart": {**timing(0.07), "messages": 88},
+        }],
         "large": {
             "setting": {**ROWS, "model": "one", "gigabytes": 12}, "table_bytes": 12 * 10**9, "left_out": None,
             "rows": [{"variant": "lazydp", "ranks": ranks}],
@@ -142,6 +145,10 @@ def test_the_page_says_all_of_it(tmp_path: Path) -> None:
     assert "a model, not a measurement" in text and "50 µs" in text and "2.00 GB a second" in text
     assert "it says 0.829 to 0.829 times what was measured" in text  # 0.102 / 0.123
     assert "12 GB, divided among two processes" in text and "| LazyDP | 3 | 70 | 6.50 | 6.60 | 13.10 |" in text
+    assert (
+        "70 ms and 88 messages with 26 tables divided one by one" in text
+        and "20 ms and 13 in a collection (3.5 times as long)" in text
+    )
     assert "| dlrm, 26 tables | 550 | 1.10 (1.2 %) |" in text.replace("1.3 %", "1.2 %")
     assert "(distributed_ratios.png)" in text
     pytest.importorskip("matplotlib")
@@ -157,6 +164,7 @@ def test_the_page_of_a_part_of_the_tasks(tmp_path: Path) -> None:
         "rows": [],
         "scaling": None,
         "lookups": [],
+        "apart": [],
         "large": {**result()["large"], "left_out": "too little"},
     }
     assert "Left out: too little." in page(nothing, [])
@@ -228,7 +236,8 @@ def test_a_real_run_ends_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     pytest.importorskip("torchrec")
     file = tmp_path / "result.json"
     argv = ["distributed", "--model=light", "--sharding=table_wise", "--gigabytes=0.001", "--batch=16", "--repeats=1"]
-    argv += ["--large=0.01", "--variant=eana", "--variant=adafest", "--task=steps", "--task=large", f"--json={file}"]
+    argv += ["--large=0.01", "--variant=eana", "--variant=adafest", "--task=steps", "--task=large", "--task=apart"]
+    argv += [f"--json={file}"]
     assert main(argv) == 0
     found = json.loads(file.read_text())
     rows = {row["variant"]: row for row in found["rows"]}
@@ -242,6 +251,8 @@ def test_a_real_run_ends_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert 3 < counted / rows["adafest"]["rows_touched"] < 9
     assert rows["plain"]["bytes"]["forward"] == pytest.approx(rows["eana"]["bytes"]["forward"], rel=0.02)
     assert [len(of["ranks"]) for of in found["large"]["rows"]] == [2, 2]
+    (apart,) = found["apart"]  # what comes after the backward pass is not sent table by table
+    assert apart["apart"]["messages"] > apart["collection"]["messages"] == sum(rows["eana"]["messages"].values())
     assert "light model, by tables" in capsys.readouterr().out
     assert "# Tables in several processes" in page(found, [])
 

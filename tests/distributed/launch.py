@@ -1,19 +1,20 @@
-"""Runs a function of `programs.py`, or of `module.function`, in several processes: the ranks of a process group on loopback."""
+"""Runs a function of `programs.py`, or of `module.function`, in several processes: the ranks of a process group on loopback.
+
+They are forked from processes that have imported what they need (`warm.py`).
+"""
 
 from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from warm import KEPT, Forked, warm
 
-HERE = Path(__file__).parent
 SECONDS = 300  # until ranks that do not end are killed
 
 
@@ -37,32 +38,28 @@ def launch(ranks: int, program: str, *args: Any, lost: int | None = None, **kwar
     A rank that is `lost` is not waited for, but killed when all others have ended.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(HERE), *sys.path])
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    call = pickle.dumps((program, args, kwargs))
     with tempfile.TemporaryDirectory() as folder:
-        call = Path(folder) / "call"
-        call.write_bytes(pickle.dumps((program, args, kwargs)))
         outputs = [Path(folder) / f"output-{rank}" for rank in range(ranks)]
-        processes = []
-        for rank in range(ranks):
-            command = [sys.executable, str(HERE / "rank.py"), str(store.port), str(rank), str(ranks), folder]
-            with outputs[rank].open("wb") as output:
-                processes.append(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment))
+        processes: list[Forked] = []
         try:
+            for rank, output in enumerate(outputs):
+                what = ("rank.main", store.port, rank, ranks, folder, call)
+                files = (os.devnull, str(output), str(output))
+                processes.append(Forked(warm(rank % KEPT), files, environment, *what))
             for rank, process in enumerate(processes):
                 if rank != lost:
                     process.wait(SECONDS)
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
-        codes = [process.returncode for process in processes]
         results = [Path(folder) / f"result-{rank}" for rank in range(ranks)]
         return [
             Ended(
-                code,
+                process.returncode,
                 pickle.loads(result.read_bytes()) if result.is_file() else None,
                 output.read_text(errors="replace"),
             )
-            for code, result, output in zip(codes, results, outputs)
+            for process, result, output in zip(processes, results, outputs)
         ]

@@ -201,7 +201,8 @@ def begin(
         if optimizer == "adagrad"
         else torch.optim.SGD(parameters, lr=0.01, momentum=momentum)
     )
-    loader = DataLoader(data or Clicks(), batch_size=BATCH, shuffle=True, collate_fn=collate)
+    data = Clicks() if data is None else data
+    loader = DataLoader(data, batch_size=BATCH, shuffle=len(data) > 0, collate_fn=collate)  # type: ignore[arg-type]
     engine = sparsedp.PrivacyEngine(seed=seed, rank_timeout=timeout)
     private = engine.make_private(
         module=module, optimizer=mover, data_loader=loader, noise_multiplier=noise_multiplier, max_grad_norm=1.0,
@@ -317,9 +318,9 @@ def _noise_twice() -> Any:
 
     once = PrivateStep.add_noise
 
-    def twice(self: Any, gradient: Any) -> None:
-        once(self, gradient)
-        once(self, gradient)
+    def twice(self: Any, *args: Any) -> Any:
+        once(self, *args)
+        return once(self, *args)
 
     return _replaced(PrivateStep, "add_noise", twice)
 
@@ -344,9 +345,13 @@ MUTANTS: dict[str, Callable[[], Any]] = {
 
 
 def resume(
-    mechanism: str, sharding: str, steps: int, load: str | None, save: str | None, **settings: Any
-) -> dict[str, Any]:
-    """Trains up to a step, from a checkpoint and to one. A sharding "none": this process alone."""
+    mechanism: str, sharding: str, steps: int, load: str | None, save: str | None, saves: tuple[int, ...] = (),
+    **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Trains up to a step, from a checkpoint and to one, which is also written after some steps.
+
+    A sharding "none": this process alone.
+    """
     settings.setdefault("seed", 3)
     if sharding == "none":
         with alone():
@@ -355,6 +360,10 @@ def resume(
         run = begin(sharded(make(with_country=False), sharding), mechanism, **settings)
     if load is not None:
         run[0].load_checkpoint(load)
+    loaded = run[0].ledger.steps
+    for step in saves:
+        train(run, step)
+        run[0].save_checkpoint(save)
     train(run, steps)
     if save is not None:
         run[0].save_checkpoint(save)
@@ -362,11 +371,14 @@ def resume(
         "parts": [(name, part.clone(), where) for name, part, where in parts_of(run[1])],
         "ledger": run[0].ledger.state_dict(),
         "epsilon": run[0].get_epsilon(1e-6),
+        "loaded": loaded,
+        "within an epoch": steps % run[3].steps_per_epoch > 0,
     }
 
 
 def lose(path: str, when: int, how: str, timeout: float = 60.0) -> str:
     """Rank 1 is killed or stopped in step `when`, after a checkpoint; the others say what they are told."""
+    sparsedp.distributed.ranks._GRACE = 4.0
     run = begin(sharded(make(with_country=False), "row_wise"), "adafest", seed=None, timeout=timeout)
     engine, module = run[:2]
 
@@ -433,6 +445,8 @@ def refusals(folder: str) -> dict[str, str]:
     said["a wrong id"] = _said(_wrong_id)
     said["NaN on one rank"] = _said(_nan_on_one_rank)
     said["parted"] = _said(_parted)
+    said["another batch for each feature"] = _said(_batch_of_each_feature)
+    said["index dedup"] = _said(_index_dedup)
     return said
 
 
@@ -447,6 +461,26 @@ def _wrong_id() -> None:
     for numbers, features, country, _ in run[3]:
         features._values[:] = 999
         run[1](numbers, features, country)
+
+
+def _batch_of_each_feature() -> None:
+    run = begin(sharded(make(with_country=False), "row_wise"), "adafest")
+    sizes = [2, 3, 2, 2]
+    features = KeyedJaggedTensor(
+        keys=list(FEATURES), values=torch.zeros(sum(sizes), dtype=torch.long),
+        lengths=torch.ones(sum(sizes), dtype=torch.long), stride_per_key_per_rank=[[size] for size in sizes],
+    )  # fmt: skip
+    run[1].tables(features)
+
+
+def _index_dedup() -> None:
+    from torchrec.distributed.embedding import set_ec_index_dedup
+
+    set_ec_index_dedup(True)
+    try:
+        begin(sharded(make("sequences"), "row_wise"), "adafest")
+    finally:
+        set_ec_index_dedup(False)
 
 
 def _nan_on_one_rank() -> None:
@@ -493,9 +527,10 @@ def without_examples() -> float:
 class Part(Dataset):
     """Every second example or so: those of some users."""
 
-    def __init__(self, data: Clicks, rank: int, ranks: int) -> None:
+    def __init__(self, data: Clicks, rank: int, ranks: int, by_users: bool = True) -> None:
         self.data = data
-        self.places = [i for i in range(len(data)) if data.users[i] % ranks == rank]
+        of = data.users if by_users else range(len(data))
+        self.places = [i for i in range(len(data)) if of[i] % ranks == rank]
         self.users = data.users[self.places]
 
     def __len__(self) -> int:
@@ -505,10 +540,10 @@ class Part(Dataset):
         return self.data[self.places[i]]
 
 
-def own_data(unit: str) -> dict[str, Any]:
-    """Each rank has a part of the data: what a rank was given in each step, and what is planned."""
+def own_data(unit: str, empty: int = 0) -> dict[str, Any]:
+    """Each rank has a part of the data, the last `empty` ranks none: what a rank was given in each step, and what is planned."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    part = Part(Clicks(), rank, ranks)
+    part = Part(Clicks(), rank, ranks - empty, by_users=unit == "user" or not empty)
     run = begin(sharded(make(with_country=False), "row_wise"), "adafest", data=part, unit=unit, own_data=True)
     sizes = []
     train(run, 10, lambda step: sizes.append((run[3].current.units, run[3].current.logical_units)))
@@ -677,7 +712,7 @@ class Messages(TorchDispatchMode):
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
-        self.ranks, self.phase, self.sent = ranks, "", Counter()
+        self.ranks, self.phase, self.sent, self.calls = ranks, "", Counter(), Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         name = str(func).removeprefix("c10d.").removesuffix(".default")
@@ -699,6 +734,7 @@ class Messages(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, tensor: Tensor, times: float) -> None:
+        self.calls[self.phase] += 1
         self.sent[self.phase, name.strip("_"), str(tensor.dtype).removeprefix("torch.")] += times * tensor.nbytes
 
 
@@ -811,6 +847,7 @@ def memory_of_export(path: str, rows: int, dim: int) -> dict[str, float]:
     shard_tables(module)
     run = begin(module, "adafest")
     train(run, steps=1)
+    run[0].save_state_dict(path)  # once before: a forked process has yet to map pages of the libraries that this calls
     gc.collect()
     before = _memory("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the peak is as high as the memory is now
@@ -826,6 +863,35 @@ def _memory(entry: str) -> int:
     """Bytes, as the system counts them for this process."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(entry)]
     return 1024 * int(line.split()[1])
+
+
+class Several(nn.Module):
+    """So many tables of one size, each looked up by itself."""
+
+    def __init__(self, tables: int) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(9, 8) for _ in range(tables))
+        self.over = nn.Linear(3 + 8 * tables, 1)
+
+    def forward(self, numbers: Tensor, features: KeyedJaggedTensor, country: Tensor) -> Tensor:
+        return self.over(torch.cat([numbers, *(table(country) for table in self.tables)], 1)).squeeze(1)
+
+
+def messages_of_divided(tables: int, mechanism: str) -> dict[str, int]:
+    """How many collectives a step has before its loss, and from there on, with tables that are divided one by one."""
+    module = Several(tables)
+    shard_tables(module)
+    run = begin(module, mechanism)
+    train(run, 1)
+    messages, (_, module, optimizer, loader) = Messages(dist.get_world_size()), run
+    *inputs, labels = next(iter(loader))
+    with messages:
+        messages.phase = "forward"
+        output = module(*inputs)
+        messages.phase = "step"
+        F.binary_cross_entropy_with_logits(output, labels).backward()
+        optimizer.step()
+    return dict(messages.calls)
 
 
 def whole_weight() -> str:

@@ -1,4 +1,4 @@
-"""One plain file of divided tables, which no process ever has as a whole; and what tables of torch's own modules ask for."""
+"""Tables of torch's own modules: one plain file of them, which no process ever has as a whole; their messages; what they ask for."""
 
 from __future__ import annotations
 
@@ -24,3 +24,11 @@ def test_the_file_is_written_without_a_whole_table_in_memory(tmp_path: Path) -> 
 def test_a_weight_that_is_used_as_a_whole_is_refused_by_name() -> None:
     for ended in launch(2, "whole_weight"):
         assert "country.weight" in ended.value and "whole" in ended.value, ended.value
+
+
+@pytest.mark.parametrize("mechanism", ["adafest", "lazydp"])
+def test_tables_share_their_messages_after_the_lookups(mechanism: str) -> None:
+    """Each asks for its rows by itself; what is said of rows, and their sums, go in one message for all tables."""
+    one, six = (launch(2, "messages_of_divided", tables, mechanism)[0].value for tables in (1, 6))
+    assert one["step"] == six["step"] > 0
+    assert six["forward"] == 6 * one["forward"] > 0

@@ -50,10 +50,40 @@ def test_another_number_of_ranks_goes_on_alike(tmp_path: Path, mechanism: str, s
         assert result["epsilon"] == reference.value["epsilon"]
 
 
+@pytest.mark.parametrize(
+    ("mechanism", "settings"),
+    [
+        ("lazydp", {"unit": "user"}),
+        ("lazydp by step", {"max_physical_batch": 8}),
+        ("adafest+", {"unit": "user", "optimizer": "adagrad"}),
+    ],
+    ids=["LazyDP, users", "LazyDP, physical batches", "AdaFEST+, users, Adagrad"],
+)
+def test_one_process_three_ranks_two_ranks_within_epochs(
+    tmp_path: Path, mechanism: str, settings: dict[str, Any]
+) -> None:
+    # A save settles: what LazyDP then owes, it draws at once, so that the run beside this one saves at the same steps.
+    other = str(tmp_path / "other.pt")
+    (reference,) = launch(1, "resume", mechanism, "none", 12, None, other, saves=(3, 7), **settings)
+    one, two = (str(tmp_path / name) for name in ("one.pt", "two"))
+    first = launch(1, "resume", mechanism, "none", 3, None, one, **settings)
+    second = launch(3, "resume", mechanism, "row_wise", 7, one, two, **settings)
+    last = [ended.value for ended in launch(2, "resume", mechanism, "table_wise", 12, two, None, **settings)]
+    assert first[0].value["within an epoch"] and second[0].value["within an epoch"]
+    assert last[0]["loaded"] == 7
+    expected, reached = whole([reference.value]), whole(last)
+    close = 1e-5 if settings.get("optimizer") else 1e-6  # Adagrad divides by roots of small sums
+    assert expected.keys() == reached.keys()
+    for name in expected:
+        assert (expected[name] - reached[name]).abs().max() <= close, name
+    for result in last:
+        assert result["ledger"]["entries"] == reference.value["ledger"]["entries"]
+
+
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_lost_rank_is_named_and_the_checkpoint_is_whole(tmp_path: Path, how: str) -> None:
     path = str(tmp_path / "checkpoint")
-    ended = launch(3, "lose", path, 7, how, timeout=60.0 if how == "SIGKILL" else 20.0, lost=1)
+    ended = launch(3, "lose", path, 7, how, timeout=60.0 if how == "SIGKILL" else 10.0, lost=1)
     for rank in (0, 2):
         assert "RankLostError: Rank(s) 1 of 3 did not answer" in ended[rank].result, ended[rank].output
     resumed = launch(2, "resume", "adafest", "table_wise", 12, path, None, seed=None)
@@ -80,6 +110,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert "NonFiniteGradientError" in said["NaN on one rank"]
         assert ("On rank 1" in said["NaN on one rank"]) == (rank == 0)
         assert "differs from rank 0 in its dense parameters" in said["parted"]
+        assert "another batch for each feature" in said["another batch for each feature"]
+        assert "'tables' looks each id of a batch up once" in said["index dedup"]
+
+
+@pytest.mark.parametrize("unit", ["example", "user"])
+def test_a_rank_without_any_data_is_refused_on_all(unit: str) -> None:
+    """Where none of its units is drawn it would have nothing to call the model with."""
+    for ended in launch(3, "own_data", unit, empty=1):
+        assert ended.code == 1 and "UnsupportedError" in ended.output, ended.output
+        assert "Rank 2 has no data of its own" in ended.output and "train with fewer ranks" in ended.output
 
 
 @pytest.mark.parametrize("unit", ["example", "user"])

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torchrec")
+import commands
 import torch
 
 pytestmark = pytest.mark.distributed
@@ -52,21 +53,21 @@ from torch import nn
 from torch.utils.data import Dataset
 
 class Clicks(Dataset):
-    def __init__(self, spoilt=None, slow=False, killed=None):
+    def __init__(self, spoilt=None, slow=False, killed=None, number=9):
         draw = torch.Generator().manual_seed(1)
         self.ids = torch.randint(0, 40, (600, 3), generator=draw)
         self.labels = (torch.rand(600, generator=draw) < 0.4).float()
         if spoilt is not None:
             self.labels[spoilt] = float("nan")
-        self.slow, self.killed, self.read = slow, killed, 0
+        self.slow, self.killed, self.number, self.read = slow, killed, number, 0
     def __len__(self):
         return 600
     def __getitem__(self, i):
         self.read += 1
         if self.slow:
             time.sleep(0.002)
-        if self.killed is not None and self.read > 400 and os.environ.get("RANK") == str(self.killed):
-            os.kill(os.getpid(), 9)
+        if self.killed is not None and self.read == 400 and os.environ.get("RANK") == str(self.killed):
+            os.kill(os.getpid(), self.number)
         return self.ids[i], self.labels[i]
 
 def clicks(**options):
@@ -115,11 +116,19 @@ def write_configs(folder: Path) -> None:
 
 
 def sparsedp(
-    *arguments: str, command: tuple[str, ...] = COMMAND, code: int = 0, **variables: str
+    *arguments: str, command: tuple[str, ...] = (), code: int = 0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
-        [*command, *arguments], env=ENVIRONMENT | variables, capture_output=True, text=True, timeout=300
-    )
+    """How the command ended: without a `command` to start it, in processes that are forked from a warm one."""
+    if command or variables:
+        done = subprocess.run(
+            [*(command or COMMAND), *arguments],
+            env=ENVIRONMENT | variables,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    else:
+        done = commands.run(ENVIRONMENT, *arguments)
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -207,10 +216,11 @@ def test_without_torchrec(here: Path) -> None:
     (here / "torchrec.py").write_text("raise ImportError('not here')")
     (here / "fbgemm_gpu.py").write_text("raise ModuleNotFoundError('not here')")
     arguments = ["train", "clicks.yaml", "--nproc", "2", "--run-dir", "run", "--set", "training.epochs=1", "--quiet"]
-    done = sparsedp(*arguments, code=2, PYTHONPATH=str(here))
+    path = os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])
+    done = sparsedp(*arguments, code=2, PYTHONPATH=path)
     (line,) = done.stderr.splitlines()
     assert "pip install --no-deps" in line
-    sparsedp(*arguments, "--set", "distributed.sharding=data_parallel", PYTHONPATH=str(here))
+    sparsedp(*arguments, "--set", "distributed.sharding=data_parallel", PYTHONPATH=path)
 
 
 def test_torchrun_does_the_same_and_one_process_speaks(here: Path, shared: Path) -> None:
@@ -239,12 +249,16 @@ def test_sequences_and_dual_encoders(here: Path, shared: Path, name: str) -> Non
     assert evaluated["ndcg@10"] == pytest.approx(again["ndcg@10"], abs=1e-9)
 
 
-def stop_when(run: str, happens: Callable[[], bool], number: int, *arguments: str) -> tuple[int, str]:
+def stop_when(
+    run: str, happens: Callable[[], bool], number: int, *arguments: str, started: list[int] | None = None
+) -> tuple[int, str]:
     """Starts a run, sends it a signal when something has happened, and waits for its end: (code, what it said)."""
     process = subprocess.Popen(
         [*COMMAND, *arguments, "--run-dir", run], env=ENVIRONMENT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
+    if started is not None:
+        started.append(process.pid)
     try:
         for _ in range(3000):
             with contextlib.suppress(OSError, ValueError):
@@ -294,6 +308,53 @@ def test_one_process_goes_on_with_a_run_of_two_and_two_with_that_of_one(here: Pa
     assert list(torch.load("c/model.pt", weights_only=True)) == list(weights(one))
 
 
+def test_one_rank_that_is_asked_to_stop_stops_all(here: Path, shared: Path) -> None:
+    one = one_process(shared, "mine")
+    done = sparsedp(
+        "train",
+        "mine.yaml",
+        "--nproc",
+        "2",
+        "--run-dir",
+        "run",
+        "--set",
+        "data.options={killed: 1, number: 15}",
+        code=130,
+    )
+    assert "Go on with:" in done.stdout + done.stderr and "Traceback" not in done.stderr
+    assert len([row for row in lines("run") if row["kind"] == "step"]) < 30
+    Path("own.py").write_text(OWN.replace("os.kill(os.getpid(), self.number)", "pass"))
+    sparsedp("train", "--resume", "run", "--code", "mine.yaml", "--nproc", "2")
+    assert all((tensor - weights("run")[name]).abs().max() <= 1e-6 for name, tensor in weights(one).items())
+
+
+def started_by(launcher: int) -> list[str]:
+    """The processes that `--nproc` started, by the variable that it gave them."""
+    mark, found = f"SPARSEDP_STARTED={launcher}\0".encode(), []
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark in (place / "environ").read_bytes():
+                found.append(place.name)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_ranks_whose_launcher_is_killed_save_and_end(here: Path, shared: Path) -> None:
+    one = one_process(shared, "mine")
+    slow = ["train", "mine.yaml", "--nproc", "2", "--set", "data.options={slow: true}"]
+    launchers: list[int] = []
+    code, _ = stop_when("run", lambda: len(lines("run")) >= 4, signal.SIGKILL, *slow, started=launchers)
+    assert code == -9
+    end = time.monotonic() + 200
+    while started_by(launchers[0]):
+        assert time.monotonic() < end, "ranks go on without the one that started them"
+        time.sleep(0.1)
+    steps = len([row for row in lines("run") if row["kind"] == "step"])
+    assert 0 < steps < 30 and Path("run/private/checkpoint/state.pt").is_file()
+    sparsedp("train", "--resume", "run", "--code", "mine.yaml")
+    assert all((tensor - weights("run")[name]).abs().max() <= 1e-6 for name, tensor in weights(one).items())
+
+
 def test_an_error_on_one_rank_stops_all_with_one_message(here: Path) -> None:
     done = sparsedp(
         "train", "mine.yaml", "--nproc", "2", "--run-dir", "run", "--set", "data.options={spoilt: 17}", code=2
@@ -315,7 +376,7 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(here: Path) -> None:
     done = sparsedp("train", "mine.yaml", "--nproc", "2", "--run-dir", "run", *killed, code=2)
     assert done.stderr.count("error:") == 1 and "Rank(s) 1 of 2 did not answer" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
-    Path("own.py").write_text(OWN.replace("os.kill(os.getpid(), 9)", "pass"))
+    Path("own.py").write_text(OWN.replace("os.kill(os.getpid(), self.number)", "pass"))
     sparsedp("train", "--resume", "run", "--trust", "own", "--quiet")
     assert "steps" in json.loads(Path("run/release/statement.json").read_text())
     assert json.loads(Path("run/private/result.json").read_text())["steps"] == 30

@@ -62,6 +62,12 @@ def test_units_batches_optimizers_and_sequences(settings: tuple, close: float) -
     require_equal(compared_with(2, mechanisms, shardings, tuple(options.items())), close)
 
 
+def test_a_rank_that_owns_no_rows() -> None:
+    """Two tables on three ranks, table by table."""
+    results = [ended.value for ended in launch(3, "compare", ["adafest", "lazydp"], ["table_wise"], kind="sequences")]
+    require_equal(results)
+
+
 def test_ranks_without_examples() -> None:
     for ended in launch(3, "without_examples"):
         assert ended.value <= CLOSE

@@ -43,3 +43,45 @@ def test_another_abi_is_explained_with_the_release_to_install(monkeypatch: pytes
 @pytest.mark.distributed
 def test_what_is_installed_here_fits() -> None:
     require_torchrec()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("kind", "kernel", "said"),
+    [
+        ("grid_shard", "fused", "sharding type 'grid_shard'"),
+        ("table_column_wise", "fused", "sharding type 'table_column_wise'"),
+        ("row_wise", "fused_uvm_caching", "compute kernel 'fused_uvm_caching', .*It keeps rows in a cache"),
+        ("row_wise", "key_value", "compute kernel 'key_value'"),
+        ("table_wise", "quant", "compute kernel 'quant'"),
+    ],
+)
+def test_shardings_and_kernels_that_are_refused_by_name(kind: str, kernel: str, said: str) -> None:
+    from torchrec.distributed.types import ParameterSharding
+
+    from sparsedp.distributed.collections import placement_in
+
+    with pytest.raises(UnsupportedError, match=f"Table 'model.t' has {said}"):
+        placement_in({"model.t": ParameterSharding(sharding_type=kind, compute_kernel=kernel)})
+
+
+@pytest.mark.distributed
+def test_modules_that_change_ids_by_the_data_are_refused_by_name() -> None:
+    from torch import nn
+    from torchrec.distributed.itep_embeddingbag import ShardedITEPEmbeddingBagCollection
+    from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
+    from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
+
+    from sparsedp.distributed.collections import sharded_collections
+
+    for kind in (
+        ShardedManagedCollisionEmbeddingCollection,
+        ShardedManagedCollisionEmbeddingBagCollection,
+        ShardedITEPEmbeddingBagCollection,
+    ):
+        part = kind.__new__(kind)  # what it holds does not matter
+        nn.Module.__init__(part)
+        module = nn.Module()
+        module.tables = part
+        with pytest.raises(UnsupportedError, match=f"Module 'tables' .{kind.__name__}.*change ids by the data"):
+            list(sharded_collections(module))

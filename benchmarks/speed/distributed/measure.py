@@ -18,7 +18,7 @@ from benchmarks.speed.machine import available_memory, machine, total_memory
 from sparsedp.distributed import require_torchrec
 
 RANKS = 2
-TASKS = ("steps", "scaling", "lookups", "large")
+TASKS = ("steps", "scaling", "lookups", "apart", "large")
 SCALED = ("plain", "lazydp", "eana", "adafest")
 LARGE_VARIANTS = ("lazydp", "adafest")
 LARGE_STEPS = 5
@@ -41,7 +41,7 @@ def bench_distributed(
     result: dict[str, Any] = {
         "benchmark": "distributed", "ranks": RANKS, "machine": {**machine(), "memory_bytes": total_memory()},
         "libraries": {name: version(name) for name in ("torchrec", "fbgemm-gpu-cpu")},
-        "rows": [], "scaling": None, "lookups": [], "large": None,
+        "rows": [], "scaling": None, "lookups": [], "apart": [], "large": None,
     }  # fmt: skip
     chosen = [name for name in VARIANTS if name == "plain" or name in variants]
     if "steps" in tasks:
@@ -53,6 +53,11 @@ def bench_distributed(
         say("lookups in one process")
         batch = max(setting.batch for setting in settings)
         result["lookups"] = on_ranks(1, "look_up", batch=batch, repeats=repeats)[0]
+    if "apart" in tasks:
+        for setting in dict.fromkeys(replace(setting, model="many") for setting in settings):
+            say(f"{setting}, each table divided by itself")
+            found = on_ranks(RANKS, "look_up_apart", setting=asdict(setting), repeats=repeats)[0]
+            result["apart"].append({"setting": asdict(setting), **found})
     if "large" in tasks:
         result["large"] = _large(large, max(setting.batch for setting in settings), say)
     return result

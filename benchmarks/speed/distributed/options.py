@@ -10,6 +10,7 @@ from rich.console import Console
 
 from benchmarks.speed.console import default_text, make_table, milliseconds
 from benchmarks.speed.distributed.measure import TASKS, bench_distributed
+from benchmarks.speed.distributed.page import said_apart
 from benchmarks.speed.distributed.scaling import HOSTS
 from benchmarks.speed.distributed.setting import MODELS, SHARDINGS, VARIANTS, WAYS, Setting
 from benchmarks.speed.machine import total_memory
@@ -26,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     default = partial(default_text, FULL, QUICK)
     parser.add_argument(
         "--task", choices=TASKS, action="append",
-        help="what to measure: steps and bytes, scaling, lookups in one process, one large table (default: all); may be repeated",
+        help="what to measure: steps and bytes, scaling, lookups in one process, tables divided one by one, one large table "
+        "(default: all); may be repeated",
     )  # fmt: skip
     parser.add_argument(
         "--model", choices=_MODELS, action="append", help="TorchRec's DLRM, or tables with one layer (default: both)"
@@ -105,6 +107,8 @@ def show(console: Console, result: dict[str, Any]) -> None:
         console.print(
             f"{row['tables']} lookups of {row['model']} in one process, of a private step: {shares}", markup=False
         )
+    for row in result["apart"]:
+        console.print(f"{Setting(**row['setting'])}: {said_apart(row)}", markup=False)
     if result["large"] is not None:
         _show_large(console, result["large"])
 

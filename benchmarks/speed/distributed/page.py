@@ -31,6 +31,9 @@ def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         pieces += _scaling(result["scaling"])
     if result["lookups"]:
         pieces += _lookups(result["lookups"])
+    if result.get("apart"):  # a result of before has none
+        pieces += ["## Tables divided one by one", _APART]
+        pieces.append("\n".join(f"- {Setting(**row['setting'])}: {said_apart(row)}" for row in result["apart"]))
     if result["large"] is not None:
         pieces += _large(result["large"])
     pieces.append(images(plots, "distributed_"))
@@ -111,6 +114,20 @@ def _lookups(rows: Rows) -> list[str]:
         "to PyTorch's lookups one by one is what it could save.",
         markdown_table(("ms", "private step", *WAYS.values()), lines),
     ]
+
+
+_APART = """`shard_tables` gives each table of `nn.Embedding` and `nn.EmbeddingBag` messages of its own where it is looked up;
+a collection asks for all of its tables at once. What comes after the backward pass goes in the same messages for all tables,
+either way. EANA's step:"""
+
+
+def said_apart(row: Mapping[str, Any]) -> str:
+    one, other = row["collection"], row["apart"]
+    return (
+        f"{number(1e3 * other['best'])} ms and {other['messages']} messages with {len(Setting(**row['setting']).table_sizes)} "
+        f"tables divided one by one, {number(1e3 * one['best'])} ms and {one['messages']} in a collection "
+        f"({other['best'] / one['best']:.1f} times as long)."
+    )
 
 
 def _large(large: Mapping[str, Any]) -> list[str]:

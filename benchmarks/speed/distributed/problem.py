@@ -28,6 +28,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from benchmarks.speed.access import draw_ids
 from benchmarks.speed.distributed.setting import NUMBERS, Setting
 from benchmarks.speed.steps import matched_adafest
+from sparsedp.distributed import shard_tables
 from sparsedp.engine import PrivacyEngine
 from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, LazyDP, Mechanism
 from sparsedp.sampling import BatchInfo
@@ -45,6 +46,18 @@ class Light(nn.Module):
 
     def forward(self, numbers: Tensor, features: KeyedJaggedTensor) -> Tensor:
         return self.over(torch.cat([numbers, self.tables(features).values()], 1))
+
+
+class Apart(nn.Module):
+    """`Light` with a bag of torch's own for each table."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.EmbeddingBag(rows, setting.dim, mode="sum") for rows in setting.table_sizes)
+        self.over = nn.Linear(NUMBERS + setting.dim * len(setting.table_sizes), 1)
+
+    def forward(self, numbers: Tensor, ids: Tensor) -> Tensor:
+        return self.over(torch.cat([numbers, *(table(ids[:, i]) for i, table in enumerate(self.tables))], 1))
 
 
 def make_model(setting: Setting) -> tuple[nn.Module, str]:
@@ -103,8 +116,12 @@ class Batch:
     features: KeyedJaggedTensor
     labels: Tensor
 
-    def loss(self, module: nn.Module) -> Tensor:
-        return binary_cross_entropy_with_logits(module(self.numbers, self.features), self.labels)
+    def loss(self, module: nn.Module, apart: bool = False) -> Tensor:
+        """With `apart`, the module takes ids (B, tables, ids of each) in the place of features."""
+        given: Any = self.features
+        if apart:
+            given = given.values().view(len(given.keys()), len(self.numbers), -1).transpose(0, 1).contiguous()
+        return binary_cross_entropy_with_logits(module(self.numbers, given), self.labels)
 
 
 def draw_batch(setting: Setting, draw: torch.Generator) -> Batch:
@@ -158,14 +175,23 @@ def plain_step(batches: Batches, watch: Any) -> Callable[[], None]:
     return step
 
 
-def private_step(name: str, batches: Batches, watch: Any) -> Callable[[], None]:
-    """The same step made private, on a batch of fixed size, so that both do the same work."""
+def private_step(name: str, batches: Batches, watch: Any, apart: bool = False) -> Callable[[], None]:
+    """The same step made private, on a batch of fixed size, so that both do the same work.
+
+    With `apart`, of the light model whose tables are no collection: `shard_tables` divides each by itself.
+    """
     setting = batches.setting
-    module, collection = make_model(setting)
-    parent, _, last = collection.rpartition(".")
-    tables = module.get_submodule(collection)
-    sharded = shard(tables, _plan(setting, tables), device=torch.device("cpu"))
-    setattr(module.get_submodule(parent), last, sharded)
+    module: nn.Module
+    if apart:
+        torch.manual_seed(0)
+        module = Apart(setting)
+        shard_tables(module, setting.sharding)
+    else:
+        module, collection = make_model(setting)
+        parent, _, last = collection.rpartition(".")
+        tables = module.get_submodule(collection)
+        sharded = shard(tables, _plan(setting, tables), device=torch.device("cpu"))
+        setattr(module.get_submodule(parent), last, sharded)
     units = setting.batch * dist.get_world_size()
     loader: Any = DataLoader(TensorDataset(torch.zeros(100 * units, 1)), batch_size=units)
     private: Any
@@ -180,7 +206,7 @@ def private_step(name: str, batches: Batches, watch: Any) -> Callable[[], None]:
         loader.current = BatchInfo(setting.batch, units, True, True, next(steps))
         optimizer.zero_grad()
         with watch("forward"):
-            loss = batches.now.loss(private)
+            loss = batches.now.loss(private, apart)
         with watch("backward"):
             loss.backward()
         optimizer.step()

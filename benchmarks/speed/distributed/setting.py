@@ -8,8 +8,8 @@ from sparsedp.models.dlrm import MLPERF_DIM, MLPERF_TABLES, dlrm_table_sizes
 
 NUMBERS = 13  # dense inputs of an example
 # Tables of equal size and their dim; DLRM has those of MLPerf's benchmark.
-EQUAL_TABLES = {"light": (8, 32), "one": (1, 64)}
-MODELS = {"dlrm": "DLRM", "light": "light model", "one": "one table"}
+EQUAL_TABLES = {"light": (8, 32), "one": (1, 64), "many": (26, 32)}
+MODELS = {"dlrm": "DLRM", "light": "light model", "one": "one table", "many": "26 tables"}
 SHARDINGS = {"row_wise": "rows", "table_wise": "tables", "column_wise": "columns"}
 VARIANTS = {
     "plain": "TorchRec",

@@ -70,6 +70,22 @@ def _sent(step: Callable[[], None], watch: _Watch, batches: Batches) -> dict[str
     return {"bytes": sent, "messages": messages, "rows_touched": rows / _COUNTED}
 
 
+def look_up_apart(setting: dict[str, Any], repeats: int) -> dict[str, Any]:
+    """EANA's step with all tables in one collection, and with each divided by itself: seconds, stages and collectives."""
+    batches = Batches(Setting(**setting))
+    watches = {name: _Watch() for name in ("collection", "apart")}
+    steps = {name: private_step("eana", batches, watch, name == "apart") for name, watch in watches.items()}
+    timings = together(steps, repeats, batches.renew)
+    return {
+        name: {
+            **timings[name][0].to_dict(),
+            "stages": watches[name].stopwatch.stages,
+            "messages": sum(messages_of(steps[name]).values()),
+        }
+        for name in steps
+    }
+
+
 def time_messages(sizes: list[int], repeats: int) -> dict[str, Any]:
     """Seconds of one all-to-all of so many bytes from each rank, for each size."""
     ranks, seconds = dist.get_world_size(), {}

@@ -265,6 +265,11 @@ def sharded_collections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
                 "EmbeddingCollection can be trained privately. Managed collision and pruning change ids by the data, which is "
                 "a release of its own, and others hide their lookups."
             )
+        if getattr(part, "_use_index_dedup", False):
+            raise UnsupportedError(
+                f"Module '{name}' looks each id of a batch up once for all examples (use_index_dedup), for which FBGEMM has nothing "
+                "on CPUs. Rows of an example are merged here: make EmbeddingCollectionSharder without it, and set_ec_index_dedup(False)."
+            )
         yield name, part
 
 
