@@ -234,7 +234,11 @@ def make_model(config: Config, training: Any) -> nn.Module:
     seed_torch(config)
     model = config.model.make(training, config.code)
     parameters, tables = dict(model.named_parameters()), find_tables(model)
-    needs = {"model.freeze_tables": config.model.freeze_tables, "optimizer.table_lr": config.optimizer.table_lr}
+    needs = {
+        "model.freeze_tables": config.model.freeze_tables,
+        "optimizer.table_lr": config.optimizer.table_lr,
+        "optimizer.tables": config.optimizer.tables,
+    }
     for key, value in needs.items():
         if value and not tables:
             raise ConfigError(f"{key}: the model has no table (nn.Embedding or nn.EmbeddingBag)")

@@ -122,7 +122,7 @@ def sharding_report(
         data=_data_bytes(parts.data),
         dense=round(dense_bytes + sum(p.nbytes for p in dense) * (1 + state)),
         activations=round(activations * examples / batches),
-        state_share=state,
+        state_share=config.optimizer.table_state_share(),
     )
     work = Work(examples, plan.mechanism, sum(p.numel() for p in dense), batches)
     chosen = choose_sharding(uses, asked.ranks, asked.hosts, asked.memory, work=work, held=held)
