@@ -67,15 +67,15 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
-class TableOptimizerConfig:
-    """The tables' own optimizer, beside that of the dense parameters."""
+class OneOptimizerConfig:
+    """An optimizer of torch.optim and its settings, such as that of the tables beside that of the dense parameters."""
 
     name: str
     lr: Positive
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _refuse_optimizer(self.name, self.options)
+        _refuse_optimizer(self.name, self.options, "optimizer.tables")
 
     def make(self, groups: list[dict[str, Any]], key: str = "optimizer.tables") -> Optimizer:
         """The optimizer of some parameter groups; `key` is where it is configured."""
@@ -105,11 +105,11 @@ class OptimizerConfig:
     lr: Positive
     table_lr: Positive | None = None  # of the tables; None: lr
     options: dict[str, Any] = field(default_factory=dict)
-    tables: TableOptimizerConfig | None = None
+    tables: OneOptimizerConfig | None = None
     scheduler: SchedulerConfig = SchedulerConfig()
 
     def __post_init__(self) -> None:
-        _refuse_optimizer(self.name, self.options)
+        _refuse_optimizer(self.name, self.options, "optimizer")
         if self.tables is not None and self.table_lr is not None:
             raise SchemaError(
                 "table_lr", "the tables have an optimizer of their own: give the rate as optimizer.tables.lr"
@@ -130,8 +130,8 @@ class OptimizerConfig:
         return self._of_all.make([group for group in groups if group["params"]], "optimizer")
 
     @property
-    def _of_all(self) -> TableOptimizerConfig:
-        return TableOptimizerConfig(self.name, self.lr, self.options)
+    def _of_all(self) -> OneOptimizerConfig:
+        return OneOptimizerConfig(self.name, self.lr, self.options)
 
     def require_settings(self) -> None:
         """Raises if an optimizer refuses its settings."""
@@ -147,7 +147,7 @@ class OptimizerConfig:
         return self.state_share() if self.tables is None else self.tables.state_share()
 
 
-def _refuse_optimizer(name: str, options: dict[str, Any]) -> None:
+def _refuse_optimizer(name: str, options: dict[str, Any], key: str) -> None:
     base = torch.optim.Optimizer
     classes = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
     names = [name for name, kind in classes.items() if issubclass(kind, base) and kind is not base]
@@ -155,7 +155,7 @@ def _refuse_optimizer(name: str, options: dict[str, Any]) -> None:
         problem = f"expected an optimizer of torch.optim ({', '.join(names)}); got {name!r}"
         raise SchemaError("name", problem + suggestion(name, names))
     if "lr" in options:
-        raise SchemaError("options.lr", "give the learning rate as lr, beside name")
+        raise SchemaError("options.lr", f"give the learning rate as {key}.lr")
 
 
 @dataclass(frozen=True)
