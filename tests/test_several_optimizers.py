@@ -144,7 +144,10 @@ def test_lazydp_in_one_draw_has_the_same_law_with_both() -> None:
     module = Clicks(rows=4000)
     ids, x, y = clicks(64)  # of the first 50 rows
     engine, _, optimizer, loader = make_private(
-        module, loader_of(ids, x, y, batch_size=16), optimizer=sgd_and_adam(module), mechanism=LazyDP()  # type: ignore[arg-type]
+        module,
+        loader_of(ids, x, y, batch_size=16),
+        optimizer=sgd_and_adam(module),
+        mechanism=LazyDP(),  # type: ignore[arg-type]
     )
     before = module.table.weight.detach().clone()
     train(module, optimizer, loader, epochs=2)
@@ -200,7 +203,10 @@ def test_a_scheduler_of_an_inner_optimizer_goes_on_after_a_checkpoint(tmp_path: 
 
 
 def test_schedulers_that_cycle_momenta_are_told_whether_all_have_them() -> None:
-    mixed, alike = run(adagrad_and_adam), run(lambda m: [SGD(table_parameters(m), momentum=0.9), SGD(dense_parameters(m), momentum=0.5)])
+    mixed, alike = (
+        run(adagrad_and_adam),
+        run(lambda m: [SGD(table_parameters(m), momentum=0.9), SGD(dense_parameters(m), momentum=0.5)]),
+    )
     with pytest.raises(ValueError, match="momentum"):
         OneCycleLR(mixed[2], max_lr=0.1, total_steps=8)
     OneCycleLR(mixed[2], max_lr=[0.1, 0.2], total_steps=8, cycle_momentum=False)
@@ -418,13 +424,18 @@ def test_what_does_not_go_together_is_refused(make: Make, mechanism: Mechanism, 
 
 
 @pytest.mark.parametrize(
-    ("given", "message"), [([], "a list of some"), ("SGD", "a list of some"), ([SGD], "optimizer\\[0\\] must be an optimizer")]
+    ("given", "message"),
+    [([], "a list of some"), ("SGD", "a list of some"), ([SGD], "optimizer\\[0\\] must be an optimizer")],
 )
 def test_what_is_no_optimizer(given: Any, message: str) -> None:
     module = Clicks()
     loader = loader_of(*clicks(64), batch_size=16)
     for kind in (sparsedp.PrivacyEngine().make_private, sparsedp.PrivacyEngine().make_private_with_epsilon):
-        how = {"noise_multiplier": 1.0} if kind.__name__ == "make_private" else dict(target_epsilon=3.0, target_delta=1e-4, epochs=1)
+        how = (
+            {"noise_multiplier": 1.0}
+            if kind.__name__ == "make_private"
+            else dict(target_epsilon=3.0, target_delta=1e-4, epochs=1)
+        )
         with pytest.raises(TypeError, match=message):
             kind(module=module, optimizer=given, data_loader=loader, max_grad_norm=1.0, **how)
 
@@ -474,4 +485,9 @@ def test_parameters_by_what_they_are() -> None:
     module.tied.weight = module.table.weight
     assert [p is module.table.weight for p in table_parameters(module)] == [True]
     names = {id(p): name for name, p in module.named_parameters()}
-    assert {names[id(p)] for p in dense_parameters(module)} == {"hidden.weight", "hidden.bias", "out.weight", "out.bias"}
+    assert {names[id(p)] for p in dense_parameters(module)} == {
+        "hidden.weight",
+        "hidden.bias",
+        "out.weight",
+        "out.bias",
+    }

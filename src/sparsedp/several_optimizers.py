@@ -141,7 +141,8 @@ class _States(MutableMapping[Tensor, Any]):
         return any(parameter in part.state for part in self._parts)
 
     def get(self, parameter: Tensor, default: Any = None) -> Any:  # a look makes no state
-        return default if parameter not in self else self[parameter]
+        found = (part.state[parameter] for part in self._parts if parameter in part.state)
+        return next(found, default)
 
     def __iter__(self) -> Iterator[Tensor]:
         return chain.from_iterable(part.state for part in self._parts)

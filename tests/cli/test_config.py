@@ -171,11 +171,20 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
         ("optimizer.name=Optimizer", r"optimizer.name: expected an optimizer of torch.optim"),
         ("optimizer.options.lr=1", r"optimizer.options.lr: give the learning rate as optimizer.lr"),
         ("optimizer.tables={name: SGD}", r"optimizer.tables.lr: missing"),
-        ("optimizer.tables={name: Adagrd, lr: 1}", r"optimizer.tables.name: expected an optimizer.*Did you mean 'Adagrad'\?"),
+        (
+            "optimizer.tables={name: Adagrd, lr: 1}",
+            r"optimizer.tables.name: expected an optimizer.*Did you mean 'Adagrad'\?",
+        ),
         ("optimizer.tables={nane: SGD, lr: 1}", r"optimizer.tables.nane: unknown key.*Did you mean 'name'\?"),
         ("optimizer.table={name: SGD, lr: 1}", r"optimizer.table: unknown key.*Did you mean 'tables'\?"),
-        ("optimizer.tables={name: SGD, lr: 1, options: {lr: 2}}", r"tables.options.lr: give the learning rate as optimizer.tables.lr"),
-        ("optimizer={name: Adam, lr: 1, table_lr: 2, tables: {name: SGD, lr: 1}}", r"optimizer.table_lr: the tables have an optimizer"),
+        (
+            "optimizer.tables={name: SGD, lr: 1, options: {lr: 2}}",
+            r"tables.options.lr: give the learning rate as optimizer.tables.lr",
+        ),
+        (
+            "optimizer={name: Adam, lr: 1, table_lr: 2, tables: {name: SGD, lr: 1}}",
+            r"optimizer.table_lr: the tables have an optimizer",
+        ),
         ("optimizer.scheduler.kind=cos", r"optimizer.scheduler.kind: expected none or linear or cosine"),
         ("optimizer.scheduler.final=0.5", r"optimizer.scheduler.final: a learning rate that does not decay"),
         ("name=a/b", r"name: names the run's folder"),

@@ -81,7 +81,14 @@ def test_what_is_made() -> None:
 
 
 @pytest.mark.parametrize(
-    "mechanism", ["{name: lazydp}", "{name: dpsgd}", "{name: fest, k: 60, split: tables}", "{name: eana}", "{name: exponential, k: 5}"]
+    "mechanism",
+    [
+        "{name: lazydp}",
+        "{name: dpsgd}",
+        "{name: fest, k: 60, split: tables}",
+        "{name: eana}",
+        "{name: exponential, k: 5}",
+    ],
 )
 def test_every_mechanism_trains_with_sgd_for_the_tables(mechanism: str) -> None:
     changes = ["optimizer.tables={name: SGD, lr: 0.1}", f"privacy.mechanism={mechanism}"]

@@ -55,7 +55,16 @@ def test_the_same_model(ranks: int, mechanism: str, sharding: str) -> None:
         ((("kind", "sequences"), ("mechanisms", ("adafest", "lazydp", "dpsgd"))), CLOSE),
         ((("kind", "weighted"), ("mechanisms", ("adafest", "lazydp by step"))), CLOSE),
     ],
-    ids=["users", "physical batches", "momentum", "Adagrad", "Adagrad and Adam", "SGD and Adam", "sequences", "weighted"],
+    ids=[
+        "users",
+        "physical batches",
+        "momentum",
+        "Adagrad",
+        "Adagrad and Adam",
+        "SGD and Adam",
+        "sequences",
+        "weighted",
+    ],
 )
 def test_units_batches_optimizers_and_sequences(settings: tuple, close: float) -> None:
     options = dict(settings)

@@ -73,7 +73,7 @@ def plan_report(
         "mechanism": plan.mechanism.to_dict(),
         "sample_rate": plan.sample_rate,
         "stream": None if plan.stream is None else plan.stream.to_dict(),
-        "expected_batch_size": plan.batch_size,
+        "expected_batch_size": parts.loader.expected_units,
         "expected_examples": parts.loader.expected_examples,
         "max_examples_per_user": plan.max_examples_per_user,
         "epochs": config.training.epochs,

@@ -203,7 +203,7 @@ def make_stream(config: Config, data: Data) -> Stream | None:
             "number for each example"
         )
     assert config.stream.composition is not None
-    stream = Stream(periods, config.stream.composition, config.stream.span)
+    stream = Stream(periods, config.stream.composition, config.stream.span, config.stream.sample_rate)
     held_out = getattr(data.held_out, "periods", None)
     last = int(stream.periods.max())
     if held_out is not None and (first := int(np.asarray(held_out).min())) <= last:

@@ -94,7 +94,7 @@ def sharding_report(
     except UnsupportedError:  # a mechanism of the user's own
         together, per_rank, read = {}, {}, {}
     looked_up = lookups_of(model, parts.loss, parts.data)
-    examples_per_unit = parts.loader.expected_examples / plan.batch_size
+    examples_per_unit = parts.loader.expected_examples / parts.loader.expected_units
     uses = []
     for name in sorted(tables & trained.keys()):
         parameter, found, part = trained[name], looked_up.get(name, Lookups()), per_rank.get(name)

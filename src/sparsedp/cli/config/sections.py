@@ -285,6 +285,7 @@ class StreamConfig:
 
     composition: Literal["parallel", "sequential"] | None = None  # null is refused: nobody can guess it
     span: Count = 1
+    sample_rate: Probability | None = None
     evaluate_next: bool = False
 
     def __post_init__(self) -> None:
