@@ -19,7 +19,7 @@ from sparsedp import DPSGD, FEST, AdaFEST, LazyDP, Stream, UnsupportedError
 from sparsedp.accounting import Ledger, epsilon_of
 from sparsedp.mechanisms import Mechanism
 from sparsedp.noise import RandomKey
-from sparsedp.sampling import PrivateLoader, Users, poisson_indices
+from sparsedp.sampling import PrivateLoader, Share, Users, poisson_indices
 from streams import composed
 from support import Clicks, clicks, make_private, train
 
@@ -112,6 +112,33 @@ def test_physical_batches_hold_whole_users_of_the_span() -> None:
         torch.testing.assert_close(value, parts[1].state_dict()[name], rtol=1e-4, atol=1e-6)
     with pytest.raises(UnsupportedError, match=f"of up to {most} examples"):
         start(max_physical_batch=most - 1)
+
+
+@pytest.mark.parametrize("rate", [None, 0.2])
+def test_ranks_divide_the_batches_and_the_counts_that_one_process_has(rate: float | None) -> None:
+    def made(share: Share | None) -> PrivateLoader:
+        users, stream = Users.of(USERS, COUNT, 2), Stream(PERIODS, "sequential", sample_rate=rate)
+        loader = DataLoader(TensorDataset(torch.arange(COUNT)), batch_size=BATCH, shuffle=True)
+        return PrivateLoader(loader, key=KEY, users=users, stream=stream, share=share)
+
+    def batches(loader: PrivateLoader) -> list[tuple[int, list[tuple[int, ...]]]]:
+        found = []
+        for (places,) in loader:
+            info = loader.current
+            own = [] if info.stand_in else [tuple(places[info.owners == unit].tolist()) for unit in range(info.units)]
+            found.append((info.span, own))
+        return found
+
+    one, *ranks = (batches(made(share)) for share in (None, Share(0, 2), Share(1, 2)))
+    assert [(span, a + b) for (span, a), (_, b) in zip(*ranks)] == one
+    alone, *parts = (made(share) for share in (None, Share(0, 2), Share(1, 2)))
+    for span, size in enumerate(sizes()):
+        everyone = np.arange(size)
+        counted = [
+            [int(place) for examples, _ in loader.counted_users(everyone, 5, span) for place in examples]
+            for loader in (alone, *parts)
+        ]
+        assert counted[0] == counted[1] + counted[2] and (PERIODS[counted[0]] == SPANS[span]).all()
 
 
 def test_spans_of_users_whose_ids_are_far_apart() -> None:

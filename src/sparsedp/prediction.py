@@ -189,10 +189,10 @@ def statistics_from_data(
         counts, sums = (dict(zip(space.names, part.split(list(space.sizes)))) for part in counted)
         return _SpanCounts(
             units=len(indices),
-            size=len(everyone),
             counts={name: part.numpy() for name, part in counts.items()},
             contributions={name: part.numpy() for name, part in sums.items()},
             selection=None if selection is None else chosen,
+            size=len(everyone),
         )
 
     statistics = _span_by_span(plan, tables, count, count_span)
@@ -230,7 +230,7 @@ def statistics_from_counts(
         return {name: torch.from_numpy(scale * values) for name, values in contributions(clip, {}).items()}
 
     def count_span(span: int | None, clip: float | None, selection: Mapping[str, Tensor] | None) -> _SpanCounts:
-        return _SpanCounts(units, sizes[span or 0], checked, contributions(clip, selection or {}), selection)
+        return _SpanCounts(units, checked, contributions(clip, selection or {}), selection, sizes[span or 0])
 
     return replace(_span_by_span(plan, tables, count, count_span), source="given counts")
 
@@ -266,10 +266,10 @@ def _without_noise(values: np.ndarray, std: float) -> np.ndarray:
 @dataclass(frozen=True)
 class _SpanCounts:
     units: float  # that were counted
-    size: float  # units in all
     counts: Mapping[str, np.ndarray]  # units that touch each row, (rows,)
     contributions: Mapping[str, np.ndarray]  # sum of what they add to the mechanism's map of rows, (rows,)
     selection: Mapping[str, Tensor] | None
+    size: float | None = None  # units in all; None: all were counted
 
 
 def _span_by_span(
