@@ -266,8 +266,7 @@ def test_parameters_of_a_group_in_another_order_keep_their_own_state(tmp_path: P
         module = Two()
         loader = loader_of(torch.randn(64, 3), batch_size=16)
         optimizer = Adam([getattr(module, name).weight for name in order], lr=0.1)
-        parts = make_private(module, loader, optimizer=optimizer)
-        return parts
+        return make_private(module, loader, optimizer=optimizer)
 
     def go(parts: Any) -> None:
         _, module, optimizer, loader = parts
@@ -434,7 +433,7 @@ def test_what_is_no_optimizer(given: Any, message: str) -> None:
         how = (
             {"noise_multiplier": 1.0}
             if kind.__name__ == "make_private"
-            else dict(target_epsilon=3.0, target_delta=1e-4, epochs=1)
+            else {"target_epsilon": 3.0, "target_delta": 1e-4, "epochs": 1}
         )
         with pytest.raises(TypeError, match=message):
             kind(module=module, optimizer=given, data_loader=loader, max_grad_norm=1.0, **how)

@@ -75,7 +75,7 @@ def test_users_of_a_span_are_drawn_and_bring_their_examples_in_it(limit: int | N
     assert private.span_steps == tuple(steps) and private.dataset_size == len(np.unique(USERS))
     assert private.sample_rate == BATCH / min(map(len, there))
     spans = []
-    for epoch in range(2):
+    for _ in range(2):
         for (places,) in private:
             info, where = private.current, SPANS[private.current.span]
             spans.append(info.span)
@@ -95,7 +95,7 @@ def test_users_of_a_span_are_drawn_and_bring_their_examples_in_it(limit: int | N
                 else:
                     assert len(own) == min(limit, len(everything)) == len(set(own)) and set(own) <= set(everything)
     assert spans == [span for _ in range(2) for span, count in enumerate(steps) for _ in range(count)]
-    brought = [[min(limit or 99, n) for n in Counter(USERS[PERIODS == p].tolist()).values()] for p in SPANS]
+    brought = [[min(limit or 99, n) for n in Counter(USERS[p == PERIODS].tolist()).values()] for p in SPANS]
     expected = sum(count * BATCH * np.mean(each) for count, each in zip(steps, brought)) / sum(steps)
     assert private.expected_units == BATCH and private.expected_examples == pytest.approx(expected)
 
@@ -383,7 +383,7 @@ def test_resumed_within_a_span(mechanism: Mechanism, tmp_path: Path) -> None:
     whole, first, again = (start(mechanism, max_examples_per_user=3) for _ in range(3))
     train(*whole[1:])
     taken(first, 9)  # in the second span
-    assert first[3].current.span == 1 and not first[3].current.step == 8 + 3
+    assert first[3].current.span == 1 and sum(first[3].span_steps[:2]) > 9
     first[0].save_checkpoint(tmp_path / "c.pt")
     again[0].load_checkpoint(tmp_path / "c.pt")
     train(*again[1:])

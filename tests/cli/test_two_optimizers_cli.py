@@ -107,7 +107,7 @@ def test_plan_says_what_both_keep(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="optimizer.tables: Adagrad refuses its settings"):
+    with pytest.raises(ConfigError, match=r"optimizer.tables: Adagrad refuses its settings"):
         run_training(load_config("base.yaml", ["optimizer.tables.options={mass: 1}"]), Path("run"))
     with pytest.raises(UnsupportedError, match="which Adam does not take"):
         run_training(load_config("base.yaml", ["optimizer.tables={name: Adam, lr: 0.1}"]), Path("run2"))
@@ -130,7 +130,7 @@ def test_sweeps_reach_it_and_controls_scale_it() -> None:
     assert control.config.optimizer.tables.name == "Adam"  # type: ignore[union-attr]
     values["set"] = {"optimizer.tables.options": {"mass": 1}}
     Path("sweep.yaml").write_text(yaml.safe_dump(values))
-    with pytest.raises(ConfigError, match="optimizer.tables: Adagrad refuses its settings"):
+    with pytest.raises(ConfigError, match=r"optimizer.tables: Adagrad refuses its settings"):
         runs_of("sweep.yaml")
 
 
