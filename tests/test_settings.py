@@ -148,11 +148,6 @@ HASH = "55dbe64aece7178f17e1d991d52247043ef085c7a813929f9d4b191c2219b299"
         ({"stream": [1, 2]}, TypeError, "stream must be a sparsedp.Stream, not list"),
         ({"users": [1, 2]}, UnsupportedError, "users is for unit='user'"),
         ({"max_examples_per_user": 2}, UnsupportedError, "max_examples_per_user is for unit='user'"),
-        (
-            {"unit": "user", "stream": sparsedp.Stream([1, 2], "parallel")},
-            UnsupportedError,
-            "stream together with unit='user'",
-        ),
         ({"mechanism": sparsedp.FEST(k=3, frequencies="running")}, UnsupportedError, "needs data in periods"),
         (
             {"mechanism": sparsedp.FEST(k=3), "frequencies": sparsedp.FrequencyRelease()},

@@ -32,7 +32,10 @@ def test_settings_that_do_not_go_together() -> None:
     refused("users is for unit='user'", plain, unit="example", users=np.arange(40))
     refused("max_examples_per_user is for unit='user'", plain, unit="example", max_examples_per_user=2)
     refused("'example' or a 'user'", unit="person")
-    refused("stream together with unit='user'", stream=sparsedp.Stream(np.arange(40) // 20, "parallel"))
+    refused(
+        "of 12 users have some in several: user 0 in period 0, period 1",
+        stream=sparsedp.Stream(np.arange(40) // 20, "parallel"),
+    )
     refused("batch_size=16 exceeds the data set's 12 users", with_users(16))
     for most in (0, -1, 1.5, True, "3"):
         refused("max_examples_per_user must be a whole number", max_examples_per_user=most)

@@ -23,6 +23,7 @@ from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import Stream
 from sparsedp.settings import PrivacySettings
 from sparsedp.statement import PrivacyStatement
+from sparsedp.tables import dense_parameters, table_parameters
 from sparsedp.version import __version__
 
 __all__ = [
@@ -58,6 +59,8 @@ __all__ = [
     "advise",
     "check",
     "convex",
+    "dense_parameters",
     "explain",
     "nn",
+    "table_parameters",
 ]

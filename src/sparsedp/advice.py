@@ -26,8 +26,9 @@ from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection
 from sparsedp.mechanisms.look import require_look
 from sparsedp.plan import PrivacyPlan
 from sparsedp.prediction import Prediction, TouchStatistics, find_auto_threshold, predict, statistics_from_release
+from sparsedp.refusals import refuse_optimizer
 from sparsedp.settings import SettingsKeywords, takes_settings
-from sparsedp.tables import find_tables
+from sparsedp.several_optimizers import as_one
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -193,7 +194,7 @@ def _count(value: float) -> str:
 def advise(
     *,
     module: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     data_loader: DataLoader,
     target_epsilon: float,
     target_delta: float,
@@ -218,7 +219,9 @@ def advise(
     if release is not None:
         settings["frequencies"] = release
 
-    def begin(mechanism: Mechanism, module: nn.Module, optimizer: Optimizer) -> tuple[PrivacyEngine, Any, Any]:
+    def begin(
+        mechanism: Mechanism, module: nn.Module, optimizer: Optimizer | Sequence[Optimizer]
+    ) -> tuple[PrivacyEngine, Any, Any]:
         engine = PrivacyEngine()
         keywords: dict[str, Any] = {**settings, "mechanism": mechanism}
         with concerns.without_warnings():
@@ -377,13 +380,12 @@ def _time_steps(
     return median(seconds[_WARM_UP:] or seconds), preparation
 
 
-def accepted_mechanism(module: nn.Module, optimizer: Optimizer) -> Mechanism:
+def accepted_mechanism(module: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> Mechanism:
     """A mechanism that the optimizer takes, to have a plan: all others are compared with it."""
-    parameters = dict(module.named_parameters())
     first: Exception | None = None
     for mechanism in (DPSGD(), LazyDP(), AdaFEST()):
         try:
-            mechanism.refuse_optimizer(optimizer, find_tables(module), parameters)
+            refuse_optimizer(as_one(optimizer), module, mechanism)
             return mechanism
         except UnsupportedError as error:
             first = first or error

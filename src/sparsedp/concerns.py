@@ -43,8 +43,10 @@ def of_plan(plan: PrivacyPlan) -> list[str]:
     """What the plan alone shows. Nothing private is looked at."""
     gradient_noise = plan.mechanism.gradient_noise(plan.noise_multiplier)
     if plan.batch_size and gradient_noise / plan.batch_size > _SMALL_BATCH:
+        fixed = plan.stream is not None and plan.stream.sample_rate is not None
+        of = "Sums are divided by" if fixed else "A batch is expected to have"
         return [
-            f"A batch is expected to have {plan.batch_size} {plan.unit}s: in each coordinate of their mean the noise is "
+            f"{of} {plan.batch_size} {plan.unit}s: in each coordinate of their mean the noise is "
             f"{gradient_noise / plan.batch_size:.0%} of the most that the whole gradient can be. Take larger batches: with "
             "max_physical_batch they need no more memory."
         ]

@@ -28,11 +28,13 @@ def count_rows(
     inputs: Callable[[Any], Any] | None,
     clip: float | None,
     indices: np.ndarray | None = None,
+    span: int | None = None,
 ) -> dict[str, Tensor]:
     """For each table, the sum over all units of their contributions to each row, (rows,) float64.
 
-    With `indices`, over these units only: examples by their places in the data set, users by their numbers. Of several
-    processes, over this one's share of the units: the sums of all processes have to be added up.
+    With `indices`, over these units only: examples by their places in the data set, users by their numbers. With a `span` of
+    the stream these are numbers among its users, with their examples in it. Of several processes, over this one's share of the
+    units: the sums of all processes have to be added up.
 
     What a unit adds to the rows that it touches is a `Contribution`. The module's forward pass decides what a unit touches.
     `inputs(batch)` gives its arguments; by default a tuple without its last element, the target, or a dict as keyword
@@ -41,7 +43,7 @@ def count_rows(
     parameters = dict(module.named_parameters())
     space = RowSpace.of({name: parameters[name] for name in tables})
     with real_ids(module):
-        sums = count_touches(captured_forwards(module, capture, loader, inputs, indices=indices), space, clip)[1]
+        sums = count_touches(captured_forwards(module, capture, loader, inputs, indices, span=span), space, clip)[1]
     return dict(zip(space.names, sums.split(list(space.sizes))))
 
 
@@ -88,8 +90,9 @@ def captured_forwards(
     inputs: Callable[[Any], Any] | None,
     indices: np.ndarray | None = None,
     chunk: int | None = None,
+    span: int | None = None,
 ) -> Iterator[Captured]:
-    """The uses of forward passes over all units, or those in `indices`, at most `chunk` examples at a time.
+    """The uses of forward passes over all units, or those in `indices` (of a `span`), at most `chunk` examples at a time.
 
     Users are never taken apart: one with more examples than that has a forward pass of their own.
 
@@ -111,7 +114,7 @@ def captured_forwards(
         infos = (BatchInfo(n, n, True, True, 0) for n in sizes)
     else:
         users = np.arange(loader.dataset_size) if indices is None else indices
-        parts = loader.counted_users(users, most)
+        parts = loader.counted_users(users, most, span)
         count, parts = len(parts), [part for part in parts if len(part[0])]
         how = {"batch_sampler": [examples.tolist() for examples, _ in parts]}
         infos = (BatchInfo(len(sizes), len(sizes), True, True, 0, owners=owners_of(sizes)) for _, sizes in parts)

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any, Protocol
@@ -47,6 +47,7 @@ from sparsedp.progress import Progress, no_progress
 from sparsedp.refusals import private_parameters, refuse_module, refuse_optimizer, warn_of_compiled_parts
 from sparsedp.sampling import PrivateLoader
 from sparsedp.settings import ExecutionSettings, PrivacySettings, SettingsKeywords, read_settings, takes_settings
+from sparsedp.several_optimizers import as_one, parts_of
 from sparsedp.signature import read_key, sign_order
 from sparsedp.statement import PrivacyStatement, make_statement
 from sparsedp.tables import TableSpec, find_tables, table_specs
@@ -120,7 +121,7 @@ class PrivacyEngine:
         self,
         *,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         data_loader: DataLoader,
         noise_multiplier: float,
         **settings: Unpack[SettingsKeywords],
@@ -129,19 +130,20 @@ class PrivacyEngine:
 
         The loader's batch size becomes the expected one, and the divisor of the gradient. `noise_multiplier=0`
         clips without noise: no privacy, and the statement says so. `settings` are those of `sparsedp.settings`.
+        `optimizer` may be a list of several, each with its own parameters: they become one.
         """
-        read = read_settings(settings, "make_private")
-        with self._replaced(module, optimizer, read[1]) as inner:
-            plan, loader = self._prepare(inner, optimizer, data_loader, noise_multiplier, *read)
+        read, single = read_settings(settings, "make_private"), as_one(optimizer)
+        with self._replaced(module, single, read[1]) as inner:
+            plan, loader = self._prepare(inner, single, data_loader, noise_multiplier, *read)
             concerns.warn(concerns.of_plan(plan), stacklevel=4)
-            return module, *self._install(plan, inner, optimizer, loader)
+            return module, *self._install(plan, inner, single, loader)
 
     @takes_settings
     def make_private_with_epsilon(
         self,
         *,
         module: nn.Module,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         data_loader: DataLoader,
         target_epsilon: float,
         target_delta: float,
@@ -155,9 +157,9 @@ class PrivacyEngine:
         for name, length in (("epochs", epochs), ("steps", steps)):
             if length is not None and (not isinstance(length, int) or length < 1):
                 raise ValueError(f"{name} must be a whole number of at least 1, not {length!r}")
-        read = read_settings(settings, "make_private_with_epsilon")
-        with self._replaced(module, optimizer, read[1]) as inner:
-            plan, loader = self._prepare(inner, optimizer, data_loader, 1.0, *read)
+        read, single = read_settings(settings, "make_private_with_epsilon"), as_one(optimizer)
+        with self._replaced(module, single, read[1]) as inner:
+            plan, loader = self._prepare(inner, single, data_loader, 1.0, *read)
             require_delta(target_delta, plan.dataset_size, self._allow_large_delta)
             planned = steps if epochs is None else epochs * loader.steps_per_epoch
             assert planned is not None
@@ -165,7 +167,7 @@ class PrivacyEngine:
                 target_epsilon=target_epsilon, target_delta=target_delta, steps=planned, progress=self._progress
             )
             concerns.warn(concerns.of_plan(plan), stacklevel=4)
-            return module, *self._install(plan, inner, optimizer, loader)
+            return module, *self._install(plan, inner, single, loader)
 
     @contextmanager
     def _replaced(self, module: nn.Module, optimizer: Optimizer, execution: ExecutionSettings) -> Iterator[nn.Module]:
@@ -192,7 +194,7 @@ class PrivacyEngine:
         """Checks everything and changes nothing."""
         if self._plan is not None:
             raise SparseDPError("This engine already trains a module. Make a new PrivacyEngine for another run.")
-        if isinstance(optimizer, PrivateOptimizer):
+        if any(isinstance(part, PrivateOptimizer) for part in parts_of(optimizer)):
             raise UnsupportedError("The optimizer is private already.")
         refuse_module(module)
         warn_of_compiled_parts(module)

@@ -1,4 +1,4 @@
-"""The private optimizer: torch.optim's surface around the user's optimizer. Its steps are private ones (`step.py`)."""
+"""The private optimizer: torch.optim's surface around the user's optimizer, or several. Steps are private (`step.py`)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from sparsedp.noise import GaussianNoise
 from sparsedp.plan import PrivacyPlan
 from sparsedp.preparation import Preparation
 from sparsedp.sampling import BatchInfo
+from sparsedp.several_optimizers import require_same_optimizers
 from sparsedp.step import PrivateStep, unguarded
 from sparsedp.step_report import StepReport, TableStep
 from sparsedp.tables import Owner, Ranks, TableSpec
@@ -40,7 +41,8 @@ _DROPPED = 3  # gradients in a row that zero_grad() may drop before somebody is 
 class PrivateOptimizer(Optimizer):
     """Stands where the user's optimizer stood: `step()` makes one private step with it.
 
-    Schedulers, `param_groups`, `state_dict` and everything else act on the wrapped optimizer.
+    Schedulers, `param_groups`, `state_dict` and everything else act on the wrapped optimizer, `inner`. Several are wrapped as
+    one (`sparsedp.several_optimizers`): its `param_groups` are those of all, in order.
     """
 
     # accelerate's prepare() hands on what says so. It would otherwise leave out the steps of physical batches.
@@ -149,9 +151,16 @@ class PrivateOptimizer(Optimizer):
 
     def load_named_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads what `named_state_dict` gave."""
+        require_same_optimizers(self.inner, state_dict)
         numbers = {name: i for i, name in enumerate(self._names_in_order())}
+        # torch goes by the places in the groups, so that each parameter has to be at its own, wherever it was when saved.
+        mine = [[self._names[id(parameter)] for parameter in group["params"]] for group in self.param_groups]
+        theirs = [group["params"] for group in state_dict["param_groups"]]
+        if [sorted(names) for names in mine] != [sorted(names) for names in theirs]:
+            raise ValueError("the state has other parameter groups, or other parameters in them")
         groups = [
-            {**group, "params": [numbers[name] for name in group["params"]]} for group in state_dict["param_groups"]
+            {**group, "params": [numbers[name] for name in names]}
+            for group, names in zip(state_dict["param_groups"], mine)
         ]
         numbered = {numbers.get(key, key): value for key, value in state_dict["state"].items()}
         self.load_state_dict({**state_dict, "state": numbered, "param_groups": groups})

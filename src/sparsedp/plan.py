@@ -34,7 +34,7 @@ class PrivacyPlan(PlannedSettings):
     """Sampling, clipping, mechanism, noise and cost of a step. Frozen; its hash ties a checkpoint to it."""
 
     dataset_size: int  # units of the data
-    batch_size: int  # units, expected; the divisor of the clipped sum
+    batch_size: int  # the divisor of the clipped sum; the units that are expected, unless a stream has a rate
     shuffled: bool  # whether the user's own loader shuffles; without Poisson sampling its batches are used
     noise_multiplier: float  # standard deviation of the noise on the clipped sum, divided by max_norm
     clipping: Clipping
@@ -58,7 +58,7 @@ class PrivacyPlan(PlannedSettings):
     ) -> PrivacyPlan:  # fmt: skip
         """The plan of a run with these settings, on the loader's data."""
         kept = {setting.name: getattr(settings, setting.name) for setting in fields(PlannedSettings)}
-        kept["stream"] = None if settings.stream is None else settings.stream.plan(loader.span_steps)
+        kept["stream"] = None if settings.stream is None else settings.stream.plan(loader.span_steps, loader.span_sizes)
         return PrivacyPlan(
             **kept,
             dataset_size=loader.dataset_size,
@@ -79,11 +79,11 @@ class PrivacyPlan(PlannedSettings):
     @property
     def sample_rates(self) -> tuple[float, ...]:
         """The sampling rate of each span of the stream; without one, the only rate."""
-        return tuple(self.batch_size / size for size in self._sizes)
-
-    @property
-    def _sizes(self) -> tuple[int, ...]:
-        return (self.dataset_size,) if self.stream is None else self.stream.sizes
+        if self.stream is None:
+            return (self.batch_size / self.dataset_size,)
+        if self.stream.sample_rate is not None:
+            return (self.stream.sample_rate,) * len(self.stream.steps)
+        return tuple(self.batch_size / size for size in self.stream.sizes)
 
     @property
     def noise_std(self) -> float:
@@ -104,12 +104,14 @@ class PrivacyPlan(PlannedSettings):
         return {"all": None, "first": 0, "running": span}[self.mechanism.counted_data]
 
     def examples_counted(self, scope: int | None) -> int:
-        """How many examples one unit may have among those that are counted together.
+        """How many times a unit may be counted among those that are counted together.
 
-        Sequential composition says that a unit may have one in every span, so all data hold as many as there are spans.
+        Sequential composition says that a unit may have one example in every span, so all data hold as many as there are spans.
+        A user is known, and counted once with all of their examples.
         """
-        together = scope is None and self.stream is not None and self.stream.composition == "sequential"
-        return len(self._sizes) if together else 1
+        if scope is not None or self.stream is None or self.stream.composition != "sequential" or self.unit == "user":
+            return 1
+        return len(self.stream.steps)
 
     def steps_on(self, span: int | None) -> int | None:
         """The most steps that may run on a span (None: all data, without a stream); None: no limit."""

@@ -55,6 +55,7 @@ class SpanStatistics:
     units: float  # that were counted
     integral: bool  # whether counts are integers; otherwise they are frequencies
     tables: Mapping[str, RowGroups]
+    size: float | None = None  # units of the span, of which some were counted; None: all of them
 
 
 @dataclass(frozen=True)
@@ -167,23 +168,23 @@ def statistics_from_data(
     spans = 1 if plan.stream is None else len(plan.stream.steps)
     wanted = max(_FEW_BATCHES * plan.batch_size, min(_BATCHES * plan.batch_size, _UNITS) // spans)
     space = RowSpace.of(tables)
-    units_counted = 0
+    units_counted = units_there = 0  # a user once for each span
 
     def count(clip: float | None, scope: int | None) -> dict[str, Tensor]:
-        return count_rows(module, capture, loader, list(tables), inputs, clip, loader.indices(scope))
+        return count_rows(module, capture, loader, list(tables), inputs, clip, loader.indices(scope), scope)
 
     def count_span(span: int | None, clip: float | None, selection: Mapping[str, Tensor] | None) -> _SpanCounts:
-        nonlocal units_counted
+        nonlocal units_counted, units_there
         everyone = loader.indices(span)
-        indices = np.arange(loader.dataset_size) if everyone is None else everyone
+        indices = everyone = np.arange(loader.dataset_size) if everyone is None else everyone
         if wanted < len(indices):  # the same sample each time, for nothing of it is released
             indices = indices[RandomKey.from_seed(0).generator().choice(len(indices), wanted)]
-        units_counted += len(indices)
+        units_counted, units_there = units_counted + len(indices), units_there + len(everyone)
         with selection_kept(module, selection or {}) as chosen:
             within = None if selection is None else space.join(chosen)
             # No more at a time than a step takes: nobody said that there is memory for a larger forward pass.
             chunk = max(1, round(loader.expected_examples))
-            uses = captured_forwards(module, capture, loader, inputs, np.sort(indices), chunk=chunk)
+            uses = captured_forwards(module, capture, loader, inputs, np.sort(indices), chunk, span)
             counted = count_touches(uses, space, clip, within)
         counts, sums = (dict(zip(space.names, part.split(list(space.sizes)))) for part in counted)
         return _SpanCounts(
@@ -191,12 +192,14 @@ def statistics_from_data(
             counts={name: part.numpy() for name, part in counts.items()},
             contributions={name: part.numpy() for name, part in sums.items()},
             selection=None if selection is None else chosen,
+            size=len(everyone),
         )
 
     statistics = _span_by_span(plan, tables, count, count_span)
-    size, kind = f"{plan.dataset_size:,}", f"training {plan.unit}s"
+    size, kind = f"{units_there:,}", f"training {plan.unit}s"
+    kind += " of all spans" if units_there > plan.dataset_size else ""
     sample = f"a random sample of {units_counted:,} of the {size} {kind}"
-    source = f"all {size} {kind}" if units_counted == plan.dataset_size else sample
+    source = f"all {size} {kind}" if units_counted == units_there else sample
     return replace(statistics, source=source, private=True)
 
 
@@ -212,7 +215,9 @@ def statistics_from_counts(
     checked = {name: _checked_counts(name, table.rows, counts, units) for name, table in tables.items()}
     if unknown := sorted(set(counts) - set(tables)):
         raise ValueError(f"counts are given for {unknown[0]!r}, which is no trained table: {', '.join(sorted(tables))}")
-    sizes = (plan.dataset_size,) if plan.stream is None else plan.stream.sizes
+    spans = 1 if plan.stream is None else len(plan.stream.steps)
+    # Where nobody has to know how many units a span has, they are taken to be alike.
+    sizes = (plan.stream is not None and plan.stream.sizes) or (plan.dataset_size / spans,) * spans
 
     def contributions(clip: float | None, selection: Mapping[str, Tensor]) -> dict[str, np.ndarray]:
         eligible = {n: _only(c, selection[n].numpy()) if n in selection else c for n, c in checked.items()}
@@ -225,7 +230,7 @@ def statistics_from_counts(
         return {name: torch.from_numpy(scale * values) for name, values in contributions(clip, {}).items()}
 
     def count_span(span: int | None, clip: float | None, selection: Mapping[str, Tensor] | None) -> _SpanCounts:
-        return _SpanCounts(units, checked, contributions(clip, selection or {}), selection)
+        return _SpanCounts(units, checked, contributions(clip, selection or {}), selection, sizes[span or 0])
 
     return replace(_span_by_span(plan, tables, count, count_span), source="given counts")
 
@@ -260,10 +265,11 @@ def _without_noise(values: np.ndarray, std: float) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _SpanCounts:
-    units: float
+    units: float  # that were counted
     counts: Mapping[str, np.ndarray]  # units that touch each row, (rows,)
     contributions: Mapping[str, np.ndarray]  # sum of what they add to the mechanism's map of rows, (rows,)
     selection: Mapping[str, Tensor] | None
+    size: float | None = None  # units in all; None: all were counted
 
 
 def _span_by_span(
@@ -285,7 +291,8 @@ def _span_by_span(
         counted = count_span(span, clip, prepared.rows)
         integral = all(_are_integers(counts) for counts in counted.counts.values())
         groups = {name: _grouped(counted, name, integral) for name in counted.counts}
-        looks.append(SpanStatistics(steps / sum(steps for _, steps in spans), counted.units, integral, groups))
+        share = steps / sum(steps for _, steps in spans)
+        looks.append(SpanStatistics(share, counted.units, integral, groups, counted.size))
     return TouchStatistics("", False, clip, bool(prepared.scopes) and mechanism.setup_event() is not None, tuple(looks))
 
 
@@ -320,7 +327,7 @@ def predict(plan: PrivacyPlan, statistics: TouchStatistics) -> Prediction:
     tables: dict[str, TablePrediction] = {}
     for span in statistics.spans:
         size = sum(float(groups.rows.sum()) for groups in span.tables.values())
-        rate = plan.batch_size / span.units
+        rate = _rate(plan, span)
         for name, groups in span.tables.items():
             # Of frequencies, and of fewer units than a batch has, all that can be said is that n is about Poisson.
             expected = _expected(plan, groups, rate, span.integral and rate <= 1, size) * span.share
@@ -332,6 +339,13 @@ def predict(plan: PrivacyPlan, statistics: TouchStatistics) -> Prediction:
     if statistics.drawn:
         notes.append("The rows chosen before training will be others than those predicted with: the choice has noise.")
     return Prediction(tables, statistics.source, statistics.private, tuple(notes))
+
+
+def _rate(plan: PrivacyPlan, span: SpanStatistics) -> float:
+    """With which a unit that was counted would have to be sampled for as many units in a batch as are expected."""
+    fixed = None if plan.stream is None else plan.stream.sample_rate
+    size = span.units if span.size is None else span.size
+    return (plan.batch_size if fixed is None else fixed * size) / span.units
 
 
 @dataclass(frozen=True)
@@ -354,7 +368,7 @@ def predict_part(plan: PrivacyPlan, statistics: TouchStatistics, share: float) -
     whole = dict.fromkeys(parts, True)
     for span in statistics.spans:
         size = sum(float(groups.rows.sum()) for groups in span.tables.values())
-        rate = plan.batch_size / span.units
+        rate = _rate(plan, span)
         exact = span.integral and rate <= 1
         others = (rate - share * rate) / (1 - share * rate) if exact else rate - share * rate
         for name, groups in span.tables.items():

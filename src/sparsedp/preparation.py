@@ -112,7 +112,7 @@ class Preparation:
     def _count(self, clip: float | None, scope: int | None) -> dict[str, Tensor]:
         tables, inputs = find_tables(self._module), self._plan.mechanism.inputs
         indices = self._loader.indices(scope)
-        counts = count_rows(self._module, self._capture, self._loader, tables, inputs, clip, indices)
+        counts = count_rows(self._module, self._capture, self._loader, tables, inputs, clip, indices, scope)
         self._ranks.add_up_dense(list(counts.values()))
         return counts
 

@@ -18,6 +18,8 @@ from sparsedp.capture.refused import risk_of
 from sparsedp.errors import Refusal, SparseDPWarning, UnsupportedError
 from sparsedp.fused import is_replaced
 from sparsedp.mechanisms import Mechanism
+from sparsedp.mechanisms.optimizers import refuse_for_dense_gradients
+from sparsedp.several_optimizers import parts_of
 from sparsedp.tables import find_tables
 
 _NOTHING_HELD: Mapping[str, nn.Parameter] = MappingProxyType({})
@@ -134,7 +136,15 @@ def private_parameters(
     """
     of_optimizer = {name: held.get(name, parameter) for name, parameter in module.named_parameters()}
     names = {id(parameter): name for name, parameter in of_optimizer.items()}
-    ids = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held_by = [
+        {id(parameter) for group in part.param_groups for parameter in group["params"]} for part in parts_of(optimizer)
+    ]
+    ids = set().union(*held_by)
+    if twice := [name for name, p in of_optimizer.items() if sum(id(p) in mine for mine in held_by) > 1]:
+        raise UnsupportedError(
+            f"Parameter(s) {', '.join(map(repr, twice[:5]))} are in several of the optimizers, each of which would move them. "
+            "Give every parameter to one."
+        )
     if foreign := len(ids - names.keys()):
         raise UnsupportedError(f"{foreign} parameter(s) of the optimizer do not belong to the module.")
     missing = [n for n, p in module.named_parameters() if p.requires_grad and id(of_optimizer[n]) not in ids]
@@ -158,8 +168,16 @@ def refuse_optimizer(
     held: Mapping[str, nn.Parameter] = _NOTHING_HELD,
 ) -> None:
     """Raises for optimizers that cannot take the gradients that a mechanism leaves; `held` as in `private_parameters`."""
-    if isinstance(optimizer, torch.optim.LBFGS):
+    parts = parts_of(optimizer)
+    if any(isinstance(part, torch.optim.LBFGS) for part in parts):
         raise UnsupportedError(
             "LBFGS evaluates the loss several times in a step. Use SGD, Adam or another first-order one."
         )
-    mechanism.refuse_optimizer(optimizer, find_tables(module), {**dict(module.named_parameters()), **held})
+    tables, parameters = find_tables(module), {**dict(module.named_parameters()), **held}
+    for part in parts:
+        moved = {id(parameter) for group in part.param_groups for parameter in group["params"]}
+        mine = {name for name in tables if id(parameters[name]) in moved}
+        if mine or len(parts) == 1:
+            mechanism.refuse_optimizer(part, tables, parameters)
+        else:  # whatever the mechanism does to tables, dense parameters get dense gradients
+            refuse_for_dense_gradients(part)

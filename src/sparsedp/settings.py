@@ -49,11 +49,6 @@ class PlannedSettings:
             raise UnsupportedError(
                 f"Mechanism {self.mechanism.name!r} does not say that it looks at users rather than at examples (takes_users)."
             )
-        if self.unit == "user" and self.stream is not None:
-            raise UnsupportedError(
-                "stream together with unit='user' is not available: a user may have examples in several spans, each of which "
-                "would have to sample its own users. Leave one of them out."
-            )
         if self.frequencies is not None and (self.stream is not None or self.mechanism.setup_event() is not None):
             raise UnsupportedError(
                 "frequencies together with a stream, or with a mechanism that counts the data itself, is not available."

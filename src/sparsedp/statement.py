@@ -152,19 +152,39 @@ def make_statement(
             "network and their memory are inside of the boundary of trust."
         )
     if plan.stream is not None:
-        spans = len(plan.stream.sizes)
+        spans, by_user = len(plan.stream.steps), plan.unit == "user"
         rate = f"rates {min(plan.sample_rates):.3g} to {plan.sample_rate:.3g} within the {spans} spans of periods"
         composition = f"{spans} spans of {plan.stream.span} period(s), composed in {_COMPOSED[plan.stream.composition]}"
         sizes = ", ".join(map(str, plan.stream.sizes[:_SIZES_SHOWN])) + (", ..." if spans > _SIZES_SHOWN else "")
-        assumptions.insert(1, f"Which periods form the {spans} spans, and the spans' sizes ({sizes}), are public.")
-        if plan.stream.composition == "parallel":
+        if plan.stream.sample_rate is None:
+            of = ", in users" if by_user else ""
+            assumptions.insert(
+                1, f"Which periods form the {spans} spans, and the spans' sizes{of} ({sizes}), are public."
+            )
+        else:
+            rate = f"rate {plan.sample_rate:.3g} within each of the {spans} spans of periods, whatever their sizes"
+            divided = (
+                f"sums are divided by {plan.divisor:g}" if plan.loss_reduction == "mean" else "sums are not divided"
+            )
+            assumptions.insert(
+                1,
+                f"Which periods form the {spans} spans is public. How many {plan.unit}s a span has need not be: in all of them "
+                f"the rate and the number of steps are the same, and {divided}.",
+            )
+        if by_user and plan.stream.composition == "parallel":
+            neighbouring += ", which are in one span"
+            assumptions.insert(0, "Each user has data in one span only, which was seen to be so by their ids.")
+        elif by_user:
+            neighbouring += " in all spans"
+        elif plan.stream.composition == "parallel":
             assumptions.insert(0, "Each unit has data in one span only, as was declared.")
             not_covered.append("Units with data in several spans: each span has this epsilon by itself.")
         else:
             unit = f"{plan.unit} in every span"
             neighbouring = f"adding or removing a unit that has at most one {plan.unit} in each span"
             assumptions.insert(0, f"A unit has at most one {plan.unit} in each span, as was declared.")
-        not_covered.append(f"Units with more than one {plan.unit} in a span.")
+        if not by_user:
+            not_covered.append(f"Units with more than one {plan.unit} in a span.")
     whom = " of users" if plan.unit == "user" else ""
     if plan.poisson_sampling:
         sampling = f"Poisson{whom}, {rate}"
@@ -175,9 +195,8 @@ def make_statement(
         )
     if plan.unit == "user":
         most = plan.max_examples_per_user
-        sampling += (
-            "; each with all of their examples" if most is None else f"; each with at most {most} of their examples"
-        )
+        where = "" if plan.stream is None else " in the span"
+        sampling += f"; each with {'all' if most is None else f'at most {most}'} of their examples{where}"
     if resumed:
         assumptions += _of_checkpoints(signed)
     if seeded:

@@ -33,6 +33,7 @@ from sparsedp.plan import PrivacyPlan
 from sparsedp.preparation import Preparation
 from sparsedp.progress import Progress, no_progress
 from sparsedp.sampling import BatchInfo
+from sparsedp.several_optimizers import parts_of
 from sparsedp.step_report import StepReport, StepTally, report_of
 from sparsedp.tables import OneRank, Ownership, Ranks, RowExchange, TableSpec
 from sparsedp.tables.local import watched
@@ -202,7 +203,8 @@ class PrivateStep:
     def _kept_buffers(self) -> dict[str, Tensor]:
         """The memory of the last step's gradients, to be used again."""
         # Whoever keeps a gradient of an earlier step would find sums without noise in it, if its memory were used again.
-        keeps = watched(self.inner) or not type(self.inner).__module__.startswith("torch.optim.")
+        parts = parts_of(self.inner)
+        keeps = watched(self.inner) or not all(type(part).__module__.startswith("torch.optim.") for part in parts)
         return {} if keeps else self._buffers
 
     def _add_waiting(self, gradient: NoisyGradient) -> None:
@@ -403,9 +405,10 @@ class PrivateStep:
     def _options(self) -> Iterator[tuple[str, bool, str | None]]:
         """Of each parameter, whether it is trained, and the optimizer's options for it; None if nothing of it is here."""
         options: dict[int, str] = {}
-        for group in self.inner.param_groups:
-            values = {key: _plain(value) for key, value in group.items() if key != "params"}
-            options |= dict.fromkeys(map(id, group["params"]), f"{type(self.inner).__name__} {values}")
+        for part in parts_of(self.inner):
+            for group in part.param_groups:
+                values = {key: _plain(value) for key, value in group.items() if key != "params"}
+                options |= dict.fromkeys(map(id, group["params"]), f"{type(part).__name__} {values}")
         for name, parameter in self._parameters.items():
             is_here = name not in self.tables or self.ranks.owns(name)
             yield name, parameter.requires_grad, options[id(self._held[name])] if is_here else None

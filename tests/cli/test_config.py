@@ -67,6 +67,7 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
     configs = Path(__file__).parents[2] / "src/sparsedp/cli/configs"
     values = yaml.safe_load((configs / "demo.yaml").read_text())
     assert values["stream"] is None
+    explained = next(line for line in (configs / "demo.yaml").read_text().splitlines() if "  tables: null" in line)
     values["stream"] = yaml.safe_load((configs / "stream.yaml").read_text())["stream"]  # which explains these keys
     of_sequences = {  # which sequences.yaml and movielens.yaml explain
         "data": {"items", "length", "groups", "structure", "mean_length", "exclude_seen",
@@ -97,6 +98,9 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
             "model": {"options", *of_sequences["model"], *of_timelines["model"], *of_dlrm},
             "privacy": of_sequences["privacy"],
         }
+        if path.startswith("optimizer.tables."):
+            assert f"{key.partition('.')[2]}: " in explained, path
+            continue
         if key.partition(".")[0] not in of_others.get(section, set()):
             found = values
             for part in path.split("."):
@@ -166,6 +170,21 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
         ),
         ("optimizer.name=Optimizer", r"optimizer.name: expected an optimizer of torch.optim"),
         ("optimizer.options.lr=1", r"optimizer.options.lr: give the learning rate as optimizer.lr"),
+        ("optimizer.tables={name: SGD}", r"optimizer.tables.lr: missing"),
+        (
+            "optimizer.tables={name: Adagrd, lr: 1}",
+            r"optimizer.tables.name: expected an optimizer.*Did you mean 'Adagrad'\?",
+        ),
+        ("optimizer.tables={nane: SGD, lr: 1}", r"optimizer.tables.nane: unknown key.*Did you mean 'name'\?"),
+        ("optimizer.table={name: SGD, lr: 1}", r"optimizer.table: unknown key.*Did you mean 'tables'\?"),
+        (
+            "optimizer.tables={name: SGD, lr: 1, options: {lr: 2}}",
+            r"tables.options.lr: give the learning rate as optimizer.tables.lr",
+        ),
+        (
+            "optimizer={name: Adam, lr: 1, table_lr: 2, tables: {name: SGD, lr: 1}}",
+            r"optimizer.table_lr: the tables have an optimizer",
+        ),
         ("optimizer.scheduler.kind=cos", r"optimizer.scheduler.kind: expected none or linear or cosine"),
         ("optimizer.scheduler.final=0.5", r"optimizer.scheduler.final: a learning rate that does not decay"),
         ("name=a/b", r"name: names the run's folder"),

@@ -195,3 +195,41 @@ def test_resuming_may_change_what_is_logged_only(folder: Path, capsys: pytest.Ca
     assert "another stream.composition" in capsys.readouterr().err
     assert main(["train", "--resume", "run", "--quiet", "--set", "stream.evaluate_next=false"]) == 0
     assert all("period" not in row for row in logged("run", "evaluation"))
+
+
+def test_users_of_each_day(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A generated log of some days, whose users come back: in sequence, and not in parallel."""
+    changes = [
+        "data.users=150", "privacy.unit=user", "privacy.max_examples_per_user=2", "training.batch_size=40",
+        "stream.composition=sequential", "training.epochs=1", "training.evaluate_every=2",
+    ]  # fmt: skip
+    config = load_config("tiny.yaml", changes)
+    whole = run_training(config, Path("whole"))
+    assert not run_training(config, Path("run"), should_stop=lambda step: step == 4).finished
+    assert run_training(config, Path("run"), resume=True).metrics == whole.metrics
+    said = Path("whole/release/statement.txt").read_text()
+    assert "adding or removing one user, with all of their examples in all spans" in said
+    plan = json.loads(Path("whole/release/plan.json").read_text())
+    assert plan["unit"] == "user" and all(40 < size <= 150 for size in plan["stream"]["sizes"])
+    assert main(["plan", "tiny.yaml", "--no-measure", *(f"--set={change}" for change in changes)]) == 0
+    assert "users each, and the sampling rate" in " ".join(capsys.readouterr().out.split())
+    changes[4] = "stream.composition=parallel"
+    assert main(["train", "tiny.yaml", "--quiet", *(f"--set={change}" for change in changes)]) == 2
+    assert "users have some in several: user" in capsys.readouterr().err
+
+
+def test_days_of_any_size_by_a_rate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = ["stream.sample_rate=0.25", "training.batch_size=300", "training.epochs=1", "training.evaluate_every=4"]
+    result = run_training(load_config("tiny.yaml", changes), Path("run"))
+    assert result.finished and [row["span"] for row in logged("run", "step")] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
+    plan = json.loads(Path("run/release/plan.json").read_text())["stream"]
+    assert plan["sizes"] == [] and plan["steps"] == [4] * 4 and plan["sample_rate"] == 0.25
+    assert "rate 0.25 within each of the 4 spans" in Path("run/release/statement.txt").read_text()
+    assert main(["report", "run"]) == 0
+    capsys.readouterr()
+    assert main(["plan", "tiny.yaml", "--no-measure", *(f"--set={change}" for change in changes)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "50 expected, sampling rate 0.25" in out and "each with this rate, in 4 steps, whatever its size" in out
+    for change, message in (("1.5", "stream.sample_rate: expected a number"), ("0", "stream.sample_rate: expected")):
+        assert main(["train", "tiny.yaml", f"--set=stream.sample_rate={change}"]) == 2
+        assert message in capsys.readouterr().err

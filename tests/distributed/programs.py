@@ -195,12 +195,17 @@ def begin(
     data: Dataset | None = None, timeout: float = 60.0, noise_multiplier: float = 1.0, **settings: Any,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """(engine, module, optimizer, loader) of a private run."""
+    mover: Any
     parameters = list(module.parameters())
-    mover = (
-        torch.optim.Adagrad(parameters, lr=0.01)
-        if optimizer == "adagrad"
-        else torch.optim.SGD(parameters, lr=0.01, momentum=momentum)
-    )
+    if optimizer == "adagrad":
+        mover = torch.optim.Adagrad(parameters, lr=0.01)
+    elif optimizer == "sgd":
+        mover = torch.optim.SGD(parameters, lr=0.01, momentum=momentum)
+    else:  # one for the tables, and Adam for the others
+        tables = [p for name, p in module.named_parameters() if name.startswith(("tables", "country"))]
+        others = [p for name, p in module.named_parameters() if not name.startswith(("tables", "country"))]
+        kinds = {"adagrad and adam": torch.optim.Adagrad, "sgd and adam": torch.optim.SGD}
+        mover = [kinds[optimizer](tables, lr=0.01), torch.optim.Adam(others, lr=0.01)]
     data = Clicks() if data is None else data
     loader = DataLoader(data, batch_size=BATCH, shuffle=len(data) > 0, collate_fn=collate)  # type: ignore[arg-type]
     engine = sparsedp.PrivacyEngine(seed=seed, rank_timeout=timeout)

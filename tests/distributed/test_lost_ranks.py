@@ -30,9 +30,12 @@ def whole(results: list[dict]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("mechanism", "settings"),
-    [("adafest", {}), ("lazydp by step", {"momentum": 0.9}), ("adafest", {"optimizer": "adagrad"})],
-    ids=["SGD", "LazyDP with momentum", "Adagrad"],
-)
+    [
+        ("adafest", {}), ("lazydp by step", {"momentum": 0.9}), ("adafest", {"optimizer": "adagrad"}),
+        ("adafest", {"optimizer": "adagrad and adam"}),
+    ],
+    ids=["SGD", "LazyDP with momentum", "Adagrad", "Adagrad and Adam"],
+)  # fmt: skip
 def test_another_number_of_ranks_goes_on_alike(tmp_path: Path, mechanism: str, settings: dict[str, Any]) -> None:
     """Two ranks by rows, three by tables, one process, two by columns: the run of one process, bit for bit or nearly."""
     (reference,) = launch(1, "resume", mechanism, "none", 20, None, None, **settings)

@@ -50,10 +50,21 @@ def test_the_same_model(ranks: int, mechanism: str, sharding: str) -> None:
         ((("max_physical_batch", 4),), CLOSE),
         ((("momentum", 0.9), ("mechanisms", ("lazydp", "dpsgd"))), 2e-6),
         ((("optimizer", "adagrad"), ("mechanisms", ("adafest", "fest"))), 1e-5),  # divides by roots of small sums
+        ((("optimizer", "adagrad and adam"), ("mechanisms", ("adafest",))), 1e-5),
+        ((("optimizer", "sgd and adam"), ("mechanisms", ("lazydp", "dpsgd"))), 1e-5),
         ((("kind", "sequences"), ("mechanisms", ("adafest", "lazydp", "dpsgd"))), CLOSE),
         ((("kind", "weighted"), ("mechanisms", ("adafest", "lazydp by step"))), CLOSE),
     ],
-    ids=["users", "physical batches", "momentum", "Adagrad", "sequences", "weighted"],
+    ids=[
+        "users",
+        "physical batches",
+        "momentum",
+        "Adagrad",
+        "Adagrad and Adam",
+        "SGD and Adam",
+        "sequences",
+        "weighted",
+    ],
 )
 def test_units_batches_optimizers_and_sequences(settings: tuple, close: float) -> None:
     options = dict(settings)

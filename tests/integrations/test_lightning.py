@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import sparsedp
 from support import Clicks, clicks, loader_of, make_private, train
 
 lightning = pytest.importorskip("pytorch_lightning")
@@ -15,15 +16,21 @@ lightning = pytest.importorskip("pytorch_lightning")
 pytestmark = pytest.mark.models
 
 
-def run() -> tuple[Any, nn.Module, Any, Any]:
+def run(several: bool) -> tuple[Any, nn.Module, Any, Any]:
     torch.manual_seed(0)
-    return make_private(Clicks(), loader_of(*clicks(64), batch_size=16))
+    module = Clicks()
+    optimizer: Any = None
+    if several:
+        tables, others = sparsedp.table_parameters(module), sparsedp.dense_parameters(module)
+        optimizer = [torch.optim.Adagrad(tables, lr=0.1), torch.optim.Adam(others, lr=0.01)]
+    return make_private(module, loader_of(*clicks(64), batch_size=16), optimizer=optimizer)
 
 
-def test_trains_as_the_loop_does() -> None:
-    engine, module, optimizer, loader = run()
+@pytest.mark.parametrize("several", [False, True])
+def test_trains_as_the_loop_does(several: bool) -> None:
+    engine, module, optimizer, loader = run(several)
     train(module, optimizer, loader, epochs=2)
-    engine_there, module_there, optimizer_there, loader_there = run()
+    engine_there, module_there, optimizer_there, loader_there = run(several)
 
     class Trained(lightning.LightningModule):
         def __init__(self) -> None:

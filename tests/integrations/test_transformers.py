@@ -108,6 +108,36 @@ def test_it_trains_as_the_plain_loop_does(tmp_path: Path) -> None:
     assert private.engine.get_epsilon(1e-3) == engine.get_epsilon(1e-3)
 
 
+@pytest.mark.parametrize("of_inner", [False, True])
+def test_several_optimizers_and_their_schedules(tmp_path: Path, of_inner: bool) -> None:
+    """As a pair for `optimizers=`: a list, and a scheduler of one of them, or none; and resumed."""
+
+    def made(folder: str) -> PrivateTrainer:
+        model = classifier()
+        tables, others = sparsedp.table_parameters(model), sparsedp.dense_parameters(model)
+        optimizers: Any = [torch.optim.Adagrad(tables, lr=0.1), torch.optim.Adam(others, lr=0.01)]
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizers[1], gamma=0.5) if of_inner else None
+        return PrivateTrainer(
+            model, arguments(tmp_path / folder), train_dataset=examples(), privacy=PrivacySettings(max_grad_norm=1.0),
+            engine=sparsedp.PrivacyEngine(seed=3), noise_multiplier=1.0, optimizers=(optimizers, schedule),
+        )  # fmt: skip
+
+    whole = made("whole")
+    before = weights_of(whole.model)
+    whole.train()
+    assert whole.engine.ledger.steps == 10
+    rates = [group["lr"] for group in whole.optimizer.param_groups]
+    assert rates == ([0.1, pytest.approx(0.01 / 2**10)] if of_inner else [0, 0])
+    after = weights_of(whole.model)
+    assert not torch.equal(before["classifier.weight"], after["classifier.weight"])
+    name = "bert.embeddings.word_embeddings.weight"
+    assert not torch.equal(before[name], after[name])
+    resumed = made("resumed")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-6"))
+    for name, value in weights_of(resumed.model).items():
+        assert torch.equal(value, after[name]), name
+
+
 def test_physical_batches_change_nothing(tmp_path: Path) -> None:
     whole = trainer(tmp_path / "whole", per_device_train_batch_size=BATCH, gradient_accumulation_steps=1)
     parts = trainer(tmp_path / "parts", per_device_train_batch_size=2, gradient_accumulation_steps=4)

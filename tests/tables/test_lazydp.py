@@ -89,6 +89,7 @@ class Run:
         batch_size: int = 6,
         skew: float = 4,
         penalised: bool = False,
+        dense_first: bool | None = None,
         **sgd: Any,
     ) -> None:
         torch.manual_seed(5)
@@ -96,7 +97,11 @@ class Run:
         self.module = Model().double()
         self.each = each
         self.sizes: list[int] = []  # of the batches
-        inner = torch.optim.SGD(self.module.parameters(), **{"lr": 0.5, **sgd})
+        inner: Any = torch.optim.SGD(self.module.parameters(), **{"lr": 0.5, **sgd})
+        if dense_first is not None:  # Adam has the dense parameters
+            tables = torch.optim.SGD(sparsedp.table_parameters(self.module), **{"lr": 0.5, **sgd})
+            dense = torch.optim.Adam(sparsedp.dense_parameters(self.module), lr=0.01)
+            inner = [dense, tables] if dense_first else [tables, dense]
         self.engine = sparsedp.PrivacyEngine(seed=seed)
         _, self.optimizer, self.loader = self.engine.make_private(
             module=self.module, optimizer=inner, data_loader=loader_of(*data(skew), batch_size=batch_size),
@@ -181,6 +186,19 @@ def test_lazy_replays_eager(name: str, steps: int) -> None:
     assert_same(lazy.state(), eager.state())
     assert sum(lazy.engine.pending().values()) == 0
     assert lazy.engine.get_epsilon(1e-5) == eager.engine.get_epsilon(1e-5)
+
+
+@pytest.mark.parametrize("dense_first", [True, False])
+@pytest.mark.parametrize("name", ["plain", "decay", "everything"])
+def test_lazy_replays_eager_beside_another_optimizer(name: str, dense_first: bool) -> None:
+    """Momentum, decay and rate are those of the tables' own SGD; Adam moves the rest."""
+    options = {**SETTINGS[name], "batch_size": 2, "dense_first": dense_first}
+    eager = Run(sparsedp.DPSGD(), **options).train(30)
+    lazy = Run(sparsedp.LazyDP(aggregate=False), **options).train(30)
+    assert sum(lazy.engine.pending().values()) > 0
+    assert_same(lazy.state(), eager.state())
+    adams = [value["exp_avg"] for value in lazy.optimizer.state.values() if "exp_avg" in value]
+    assert len(adams) == 2 and all(float(value.abs().sum()) > 0 for value in adams)
 
 
 @pytest.mark.slow

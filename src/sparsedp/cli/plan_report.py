@@ -58,7 +58,6 @@ def plan_report(
     with progress("making the model", 0):
         model = make_model(config, data.training)
         activations = _activation_bytes(model, config, data)
-    state = config.optimizer.state_share()
     with concerns.without_warnings():
         parts = prepare(config, data, model, progress)
     plan, steps = parts.engine.plan, parts.steps
@@ -74,7 +73,7 @@ def plan_report(
         "mechanism": plan.mechanism.to_dict(),
         "sample_rate": plan.sample_rate,
         "stream": None if plan.stream is None else plan.stream.to_dict(),
-        "expected_batch_size": plan.batch_size,
+        "expected_batch_size": parts.loader.expected_units,
         "expected_examples": parts.loader.expected_examples,
         "max_examples_per_user": plan.max_examples_per_user,
         "epochs": config.training.epochs,
@@ -124,7 +123,7 @@ def plan_report(
         with concerns.without_warnings():
             report["measured"], steps_taken = measured(parts, progress)
         report["concerns"] += concerns.of_first_steps(plan, steps_taken) if steps_taken else []
-    trained = sum(map(_bytes, sizes.values()))
+    trained, trained_tables = (sum(_bytes(p) for n, p in sizes.items() if n in of) for of in (sizes, tables))
     table_bytes = sum(table["bytes"] for table in report["tables"])
     other_bytes = sum(map(_bytes, model.parameters())) - table_bytes
     itemsize = next(iter(sizes.values())).element_size()
@@ -134,7 +133,10 @@ def plan_report(
         "tables": table_bytes,
         "other_parameters": other_bytes,
         "gradients": round(sum(p.numel() for p in sizes.values()) - dense_size + changed) * itemsize,
-        "optimizer_state": round(trained * state),
+        "optimizer_state": round(
+            trained_tables * config.optimizer.table_state_share()
+            + (trained - trained_tables) * config.optimizer.state_share()
+        ),
         "activations": round(activations * min(parts.loader.expected_examples, max_batch or math.inf)),
     }
     report["memory_bytes"] = {**memory, "total": sum(memory.values())}

@@ -203,7 +203,7 @@ def make_stream(config: Config, data: Data) -> Stream | None:
             "number for each example"
         )
     assert config.stream.composition is not None
-    stream = Stream(periods, config.stream.composition, config.stream.span)
+    stream = Stream(periods, config.stream.composition, config.stream.span, config.stream.sample_rate)
     held_out = getattr(data.held_out, "periods", None)
     last = int(stream.periods.max())
     if held_out is not None and (first := int(np.asarray(held_out).min())) <= last:
@@ -234,7 +234,11 @@ def make_model(config: Config, training: Any) -> nn.Module:
     seed_torch(config)
     model = config.model.make(training, config.code)
     parameters, tables = dict(model.named_parameters()), find_tables(model)
-    needs = {"model.freeze_tables": config.model.freeze_tables, "optimizer.table_lr": config.optimizer.table_lr}
+    needs = {
+        "model.freeze_tables": config.model.freeze_tables,
+        "optimizer.table_lr": config.optimizer.table_lr,
+        "optimizer.tables": config.optimizer.tables,
+    }
     for key, value in needs.items():
         if value and not tables:
             raise ConfigError(f"{key}: the model has no table (nn.Embedding or nn.EmbeddingBag)")

@@ -158,7 +158,7 @@ def _checked(config: Config, model: nn.Module, data: Data, reporter: Reporter) -
 def _require_space(config: Config, model: nn.Module, run_dir: Path | None, resume: bool) -> None:
     """For the weights and two checkpoints: the new one is written beside the old one."""
     weights = model_bytes(model)
-    checkpoint = round(weights * (1 + config.optimizer.state_share()))
+    checkpoint = round(weights * (1 + max(config.optimizer.state_share(), config.optimizer.table_state_share())))
     needed = weights + checkpoint * (1 if resume else 2)
     hint = "" if resume else ", or name another folder with --run-dir"
     require_space(run_dir or Path("runs"), needed, "the checkpoints of this run and its weights", hint)

@@ -94,7 +94,7 @@ def sharding_report(
     except UnsupportedError:  # a mechanism of the user's own
         together, per_rank, read = {}, {}, {}
     looked_up = lookups_of(model, parts.loss, parts.data)
-    examples_per_unit = parts.loader.expected_examples / plan.batch_size
+    examples_per_unit = parts.loader.expected_examples / parts.loader.expected_units
     uses = []
     for name in sorted(tables & trained.keys()):
         parameter, found, part = trained[name], looked_up.get(name, Lookups()), per_rank.get(name)
@@ -122,7 +122,7 @@ def sharding_report(
         data=_data_bytes(parts.data),
         dense=round(dense_bytes + sum(p.nbytes for p in dense) * (1 + state)),
         activations=round(activations * examples / batches),
-        state_share=state,
+        state_share=config.optimizer.table_state_share(),
     )
     work = Work(examples, plan.mechanism, sum(p.numel() for p in dense), batches)
     chosen = choose_sharding(uses, asked.ranks, asked.hosts, asked.memory, work=work, held=held)

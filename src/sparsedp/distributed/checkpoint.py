@@ -29,6 +29,7 @@ from sparsedp.errors import CheckpointError, one_line
 from sparsedp.kernels.mapped import copy_mapped
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.sampling import PrivateLoader
+from sparsedp.several_optimizers import kinds_in, require_same_optimizers
 from sparsedp.tables import Shard
 
 if TYPE_CHECKING:
@@ -210,8 +211,9 @@ def _save(
             "numbers": numbers,
             "model": {name: part.layout.to_dict() for name, part in held.model()},
         }
-        groups = optimizer.named_state_dict()["param_groups"]
-        small = replace(state, model={"of_several": content}, optimizer={"param_groups": groups})
+        named = optimizer.named_state_dict()
+        options = {"param_groups": named["param_groups"], **kinds_in(named)}
+        small = replace(state, model={"of_several": content}, optimizer=options)
         checkpoint.save(target / STATE, small, key)
         for old in target.iterdir():
             if _MARK.fullmatch(old.name) and old.name != mark:  # whatever else is there is not ours
@@ -276,7 +278,7 @@ def restore(
     optimizer.partly_loaded = True
     optimizer.forget()
     optimizer.preparation.state = state.prepared
-    _load_options(optimizer, state.optimizer["param_groups"])
+    _load_options(optimizer, state.optimizer)
     for name, values in numbers.items():
         if held.has(name):
             optimizer.inner.state[held.parameters[name]].update(copy.deepcopy(values))
@@ -321,13 +323,17 @@ def _read_whole(
     return layouts, numbers, whole
 
 
-def _load_options(optimizer: PrivateOptimizer, groups: list[dict[str, Any]]) -> None:
+def _load_options(optimizer: PrivateOptimizer, saved: dict[str, Any]) -> None:
     """Learning rates and the like of the parameter groups."""
-    mine = optimizer.named_state_dict()["param_groups"]
+    groups, mine = saved["param_groups"], optimizer.named_state_dict()["param_groups"]
     if [group["params"] for group in mine] != [group["params"] for group in groups]:
         raise CheckpointError("The checkpoint's optimizer has other parameter groups.")
-    for group, saved in zip(optimizer.param_groups, groups):
-        group.update({key: copy.deepcopy(value) for key, value in saved.items() if key != "params"})
+    try:
+        require_same_optimizers(optimizer.inner, saved)
+    except ValueError as error:
+        raise CheckpointError(f"The checkpoint does not fit the optimizers: {error}.") from error
+    for group, options in zip(optimizer.param_groups, groups):
+        group.update({key: copy.deepcopy(value) for key, value in options.items() if key != "params"})
 
 
 def _files_of(folder: Path, rank: int) -> list[str]:

@@ -34,6 +34,7 @@ from sparsedp.fingerprint import fingerprint
 from sparsedp.noise import RandomKey
 from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import PrivateLoader, Share, Users, is_repeatable
+from sparsedp.several_optimizers import parts_of
 from sparsedp.signature import sign_order
 from sparsedp.tables import Owner, Shard, TableSpec
 from sparsedp.version import __version__
@@ -320,11 +321,12 @@ def _held_shards(name: str, sharded: nn.Module) -> dict[str, tuple[nn.Parameter,
 
 def _replace(optimizer: Optimizer, others: Mapping[nn.Parameter, nn.Parameter]) -> None:
     """Lets an optimizer have other parameters in the place of some."""
-    for group in optimizer.param_groups:
-        group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
-    for before, after in others.items():
-        if before in optimizer.state:  # Adagrad makes its own when it is made
-            optimizer.state[after] = optimizer.state.pop(before)
+    for part in parts_of(optimizer):
+        for group in part.param_groups:
+            group["params"] = [others.get(parameter, parameter) for parameter in group["params"]]
+        for before, after in others.items():
+            if before in part.state:  # Adagrad makes its own when it is made
+                part.state[after] = part.state.pop(before)
 
 
 def _torchrec_version() -> str | None:

@@ -15,7 +15,8 @@ def refuse_for_dense_gradients(optimizer: Optimizer) -> None:
     """Raises for optimizers that do not take noise on every row of a table."""
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UnsupportedError(
-            "SparseAdam takes row-sparse gradients only, and this mechanism puts noise on every row. Use Adam."
+            "SparseAdam takes row-sparse gradients only; this mechanism puts noise on every row of a table, and dense parameters "
+            "have dense gradients. Use Adam for these."
         )
 
 
@@ -26,7 +27,8 @@ def refuse_for_sparse_gradients(
     kind = type(optimizer).__name__
     if type(optimizer).__module__.startswith("torch.optim") and kind not in ("SGD", "Adagrad", "SparseAdam"):
         raise UnsupportedError(
-            f"This mechanism leaves row-sparse gradients for tables, which {kind} does not take. Use SGD or Adagrad."
+            f"This mechanism leaves row-sparse gradients for tables, which {kind} does not take. Use SGD or Adagrad, or have "
+            f"both: optimizer=[Adagrad(sparsedp.table_parameters(module)), {kind}(sparsedp.dense_parameters(module))]."
         )
     held = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     trained = [name for name, p in parameters.items() if p.requires_grad and id(p) in held]
@@ -34,7 +36,7 @@ def refuse_for_sparse_gradients(
     if kind == "SparseAdam" and dense:
         raise UnsupportedError(
             f"SparseAdam cannot train dense parameters such as '{dense[0]}', and only tables get row-sparse gradients here. "
-            "Use SGD or Adagrad."
+            "Use SGD or Adagrad, or another optimizer beside it for them: optimizer=[SparseAdam(tables), Adam(others)]."
         )
     decayed = [n for n in trained if n in tables and held[id(parameters[n])].get("weight_decay", 0)]
     if decayed:

@@ -222,8 +222,9 @@ def _planned(record: RunRecord, predictions: Mapping[str, Any]) -> list[Row]:
     if record.private:
         steps = finite(totals.get("steps"))
         batch, size = finite(plan.get("batch_size")), finite(plan.get("dataset_size"))
-        expected: Any = batch
-        if batch and size and plan.get("poisson_sampling", True) and not plan.get("stream"):
+        stream = _mapping(plan.get("stream"))
+        expected: Any = batch if stream.get("sample_rate") is None else predictions.get("expected_batch_size")
+        if batch and size and plan.get("poisson_sampling", True) and not stream:
             expected = f"{number(batch)} ± {math.sqrt(batch * max(0.0, 1 - batch / size)):,.0f}"
         rows.append((f"{plan.get('unit', 'unit')}s in a batch, mean", expected, _share(totals.get("units"), steps)))
         if plan.get("unit") == "user":

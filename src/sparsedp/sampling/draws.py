@@ -69,6 +69,8 @@ class Span:
     steps: int
     indices: np.ndarray | None = None  # of the units in the data set; None: 0 to size - 1
     number: int | None = None  # in the stream
+    users: Users | None = None  # where these are the units: those of the span, with their examples in it
+    rate: float | None = None  # with which a unit joins a batch; None: the batch size, divided by the span's size
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,10 @@ class Draws:
     share: Share = field(default_factory=Share)
 
     def logical(self, start: Place) -> Iterator[tuple[int | None, np.ndarray]]:
-        """Number of the span and units, int64 [n], of each logical batch from `start` to the end of its epoch, over all ranks."""
+        """Number of the span and units, int64 [n], of each logical batch from `start` to the end of its epoch, over all ranks.
+
+        Users of a stream have their numbers among the users of their span.
+        """
         begin = -start.position  # of the span, in steps from `start`
         for span in self.spans:
             if begin + span.steps > 0:
@@ -98,7 +103,7 @@ class Draws:
         """The batches of a span from its `first` on, as places in the span; batch 0 is that of step `step`."""
         if self.poisson:
             for position in range(first, span.steps):
-                yield poisson_indices(self.key.generator(step + position), span.size, self.batch_size / span.size)
+                yield poisson_indices(self.key.generator(step + position), span.size, self.rate_of(span))
             return
         path = (_SHUFFLE, epoch, span.number) if span.number else (_SHUFFLE, epoch)
         order = self.key.generator(*path).permutation(span.size) if self.shuffle else None
@@ -106,6 +111,14 @@ class Draws:
             begin = position * self.batch_size
             batch = np.arange(begin, min(begin + self.batch_size, span.size))
             yield batch if order is None else order[batch]
+
+    def rate_of(self, span: Span) -> float:
+        """The probability with which each unit of a span joins a batch."""
+        return self.batch_size / span.size if span.rate is None else span.rate
+
+    def users_of(self, span: int | None) -> Users | None:
+        """Those that are sampled from together, with what they bring then; None: the units are examples."""
+        return self.users if span is None else self.spans[span].users
 
     def key_after(self, place: Place) -> RandomKey:
         """A key of which no batch was drawn yet, for going back from `place`: the same on all ranks."""
@@ -141,10 +154,10 @@ class Draws:
         """
         for step, (span, drawn) in enumerate(self.logical(start), start.step):
             parts: Sequence[tuple[np.ndarray, np.ndarray | None]]
-            if self.users is None:
+            if (users := self.users_of(span)) is None:
                 parts = [(places, None) for places in self._parts_of_examples(drawn)]
             else:
-                parts = self._parts_of_users(self.users, drawn, self.max_physical_batch, _EXAMPLES, step)
+                parts = self._parts_of_users(users, drawn, self.max_physical_batch, _EXAMPLES, step)
             for i, (places, sizes) in enumerate(parts):
                 units = places if sizes is None else sizes
                 owners = None if sizes is None else owners_of(sizes)
@@ -199,11 +212,15 @@ class Draws:
         pieces = share.pieces(indices)
         return share.local(indices[pieces[share.rank]]), max(map(len, pieces))
 
-    def counted_users(self, users: np.ndarray, most: int | None) -> list[tuple[np.ndarray, np.ndarray]]:
+    def counted_users(
+        self, users: np.ndarray, most: int | None, span: int | None = None
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """The examples of those of `users` that this rank counts, with at most `most` or one user's in each part.
 
         Every user is counted by one rank. All ranks have the same number of parts, the last ones empty where a rank has
-        fewer. With one key, users bring the same examples again.
+        fewer. With one key, users bring the same examples again. In a span, `users` are numbers among its users.
         """
-        assert self.users is not None
-        return self._parts_of_users(self.users, users, most, _COUNTED, 0)
+        found = self.users_of(span)
+        assert found is not None
+        # Numbers of their own for each span: what a user brings to one must tell nothing of others in another.
+        return self._parts_of_users(found, users, most, _COUNTED, 0 if span is None else span + 1)

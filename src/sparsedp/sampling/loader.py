@@ -40,7 +40,8 @@ class PrivateLoader(DataLoader[Any]):
     batches; `current` tells which is which.
 
     With a `stream` an epoch is one pass over its spans in order of time. Every batch is drawn from the units of one span,
-    with probability batch_size / (units of the span); `sample_rate` is then the largest of these.
+    with probability batch_size / (units of the span), or the stream's own `sample_rate`; `sample_rate` is the largest of these.
+    With `users`, the units of a span are those who have examples in it, and bring these.
 
     With `users` these are the units: `batch_size`, `dataset_size` and the epoch count users, and a drawn user brings all
     of their examples, or as many as `Users` says. `max_physical_batch` counts examples, and a physical batch holds
@@ -80,10 +81,15 @@ class PrivateLoader(DataLoader[Any]):
         size, batch_size, shuffle = _checked(loader, users, share, stream)
         if max_physical_batch is not None and max_physical_batch < 1:
             raise UnsupportedError(f"{max_physical_batch=}: it must be at least 1, or None.")
+        if stream is not None and stream.sample_rate is not None and not poisson:
+            raise UnsupportedError(
+                "Stream(sample_rate=...) is for Poisson sampling, in which each unit joins a batch with that probability. Leave "
+                "poisson_sampling on, or leave sample_rate out."
+            )
+        spans = _spans(size, batch_size, loader, stream, users)
         if users is not None:
-            _refuse_for_users(loader, users, share, max_physical_batch, stream)
+            _refuse_for_users(loader, [span.users or users for span in spans], share, max_physical_batch)
         layout = examine(loader.dataset, loader.collate_fn, public_inputs)
-        spans = _spans(size, batch_size, loader.drop_last, stream)
         steps = sum(span.steps for span in spans)
         feed = _Feed(steps)
         super().__init__(
@@ -111,11 +117,11 @@ class PrivateLoader(DataLoader[Any]):
         self.share = share
         self.layout = layout
         self.progress = progress  # told of passes that count the data
-        self.sample_rate = batch_size / min(span.size for span in spans)
         self.steps_per_epoch = steps
         self.max_physical_batch = max_physical_batch
         self.current: BatchInfo | None = None
         self._draws = Draws(key, spans, batch_size, poisson, shuffle, max_physical_batch, users, share)
+        self.sample_rate = max(map(self._draws.rate_of, spans))
         self._feed = feed
         self._pass = 0  # number of the live pass
         self.warns_of_cuts = True  # once, of a pass that somebody may have cut short by mistake
@@ -129,6 +135,11 @@ class PrivateLoader(DataLoader[Any]):
     def span_steps(self) -> tuple[int, ...]:
         """Logical batches of an epoch on each span of the stream; without one, of the whole epoch."""
         return tuple(span.steps for span in self._draws.spans)
+
+    @property
+    def span_sizes(self) -> tuple[int, ...]:
+        """Units of each span of the stream; without one, of all data."""
+        return tuple(span.size for span in self._draws.spans)
 
     @property
     def drawn(self) -> int:
@@ -146,13 +157,28 @@ class PrivateLoader(DataLoader[Any]):
         return next((number for number, _ in self._draws.logical(self._next)), self._draws.spans[0].number)
 
     def indices(self, span: int | None) -> np.ndarray | None:
-        """Where the units of a span are in the data set; None for all of it."""
-        return None if span is None else self._draws.spans[span].indices
+        """Where the units of a span are in the data set, users by their numbers among those of the span; None for all of it."""
+        if span is None:
+            return None
+        found = self._draws.spans[span]
+        return np.arange(found.size) if found.indices is None else found.indices
+
+    @property
+    def expected_units(self) -> float:
+        """How many units a logical batch has on average, over all spans of a stream."""
+        return sum(span.steps * self._units(span) for span in self._draws.spans) / self.steps_per_epoch
 
     @property
     def expected_examples(self) -> float:
-        """How many examples a logical batch has on average."""
-        return (self.batch_size or 0) * (1.0 if self.users is None else float(self.share.brought(self.users).mean()))
+        """How many examples a logical batch has on average, over all spans of a stream."""
+        if self.users is None:
+            return self.expected_units
+        brought = (float(self.share.brought(span.users or self.users).mean()) for span in self._draws.spans)
+        spans = zip(self._draws.spans, brought)
+        return sum(span.steps * self._units(span) * each for span, each in spans) / self.steps_per_epoch
+
+    def _units(self, span: Span) -> float:
+        return float(self.batch_size or 0) if span.rate is None else span.rate * span.size
 
     def counted_examples(self, indices: np.ndarray | None) -> tuple[np.ndarray | None, int]:
         """Which of the examples of `indices` this process goes over in a count of the data, as places in its data set.
@@ -161,13 +187,17 @@ class PrivateLoader(DataLoader[Any]):
         """
         return self._draws.counted_examples(indices)
 
-    def counted_users(self, users: np.ndarray, most: int | None = None) -> list[tuple[np.ndarray, np.ndarray]]:
+    def counted_users(
+        self, users: np.ndarray, most: int | None = None, span: int | None = None
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         """The examples of those of `users` that this process goes over in a count of the data, and how many each user has.
+
+        In a count of a span these are their examples in it, and `users` are numbers among its users.
 
         They bring as many as to a batch, chosen from the key. They come in parts of at most `most` examples or one user; all
         processes have the same number of parts, the last ones empty where one has fewer.
         """
-        return self._draws.counted_users(users, most)
+        return self._draws.counted_users(users, most, span)
 
     def stand_in(self) -> Any:
         """A batch of one example, for a process that has nothing to go over where others have."""
@@ -349,14 +379,26 @@ class PrivateLoader(DataLoader[Any]):
         )
 
 
-def _spans(size: int, batch_size: int, drop_last: bool, stream: Stream | None) -> tuple[Span, ...]:
+def _spans(
+    size: int, batch_size: int, loader: DataLoader, stream: Stream | None, users: Users | None
+) -> tuple[Span, ...]:
     def steps(units: int) -> int:
-        return units // batch_size if drop_last else math.ceil(units / batch_size)
+        if stream is not None and stream.sample_rate is not None:  # the same for all spans, whoever is in them
+            return stream.steps(loader.drop_last)
+        return units // batch_size if loader.drop_last else math.ceil(units / batch_size)
 
     if stream is None:
         return (Span(size, steps(size)),)
-    stream.refuse(size, batch_size)
-    return tuple(Span(len(where), steps(len(where)), where, number) for number, where in enumerate(stream.spans))
+    stream.refuse_length(len(loader.dataset))  # type: ignore[arg-type]
+    rate = stream.sample_rate
+    if users is None:
+        stream.refuse_sizes(list(map(len, stream.spans)), batch_size, "examples")
+        examples = enumerate(stream.spans)
+        return tuple(Span(len(where), steps(len(where)), where, number, None, rate) for number, where in examples)
+    parts = users.in_spans(stream.spans)
+    stream.refuse_users(parts)
+    stream.refuse_sizes([part.count for part in parts], batch_size, "users")
+    return tuple(Span(part.count, steps(part.count), None, number, part, rate) for number, part in enumerate(parts))
 
 
 class _Feed:
@@ -389,16 +431,13 @@ class _Feed:
 
 
 def _refuse_for_users(
-    loader: DataLoader, users: Users, share: Share, max_physical_batch: int | None, stream: Stream | None
+    loader: DataLoader, together: Sequence[Users], share: Share, max_physical_batch: int | None
 ) -> None:
-    if stream is not None:
-        raise UnsupportedError(
-            "stream together with unit='user' is not available: a user may have examples in several spans, each of which "
-            "would have to sample its own users. Leave one of them out."
-        )
-    most = int(share.brought(users).max()) if users.limit is None else users.limit
+    """`together` are the users that are sampled from together: those of each span."""
+    limit = together[0].limit
+    most = max(int(share.brought(users).max()) for users in together) if limit is None else limit
     if max_physical_batch is not None and most > max_physical_batch:
-        whose = "the largest user's" if users.limit is None else "max_examples_per_user"
+        whose = "the largest user's" if limit is None else "max_examples_per_user"
         raise UnsupportedError(
             f"max_physical_batch={max_physical_batch} cannot hold a whole user, of up to {most} examples ({whose}): a "
             "user's gradient is clipped as one, so all of it has to be in one physical batch. Raise max_physical_batch, or "
@@ -434,7 +473,7 @@ def _checked(loader: DataLoader, users: Users | None, share: Share, stream: Stre
     share.refuse(size, users, stream)
     units, what = (size, "examples") if users is None else (users.count, "users, whom it counts with unit='user'")
     units = units if share.begin is None else share.begin[-1]
-    if loader.batch_size > units:
+    if loader.batch_size > units and (stream is None or stream.sample_rate is None):
         raise UnsupportedError(
             f"batch_size={loader.batch_size} exceeds the data set's {units} {what}, a sampling probability "
             "above 1: use a smaller batch_size."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -11,12 +13,16 @@ import numpy as np
 
 from sparsedp.accounting.ledger import Composition
 from sparsedp.errors import ConfigError, UnsupportedError
+from sparsedp.sampling.users import Users
 
 COMPOSITIONS = (
     "'parallel' if each unit has data in one span of periods only: epsilon is then that of the costliest span; or "
     "'sequential' if a unit may have one example in every span: epsilon is then that of all spans together. More than "
-    "one example of a unit in a span is covered by neither. Nothing in the data tells which it is"
+    "one example of a unit in a span is covered by neither, unless unit='user'. Nothing in the data tells which it is"
 )
+
+
+_NAMED = 3  # spans of a user, in an error
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,12 +34,18 @@ class Stream:
     examples are left out. An epoch is one pass over the spans in order of time.
 
     `composition` has to be given: "parallel" if each unit has data in one span only, "sequential" if a unit may have an
-    example in every span (and no more than one in each).
+    example in every span (and no more than one in each). With unit="user", users may have any number of examples in a span,
+    and "parallel" is refused where it is seen to be wrong.
+
+    With a `sample_rate` each unit of a span joins a batch with that probability, however many they are, and a pass over a span
+    takes 1 / sample_rate steps. The loader's batch size is then what sums are divided by, the same for all spans: how many
+    units a span has need not be public, and may be few.
     """
 
     periods: np.ndarray  # int64 (N,); anything that reads as such can be passed
     composition: Composition = None  # type: ignore[assignment]  # no default: None is refused
     span: int = 1
+    sample_rate: float | None = None  # None: the batch size, divided by the units of the span
 
     def __post_init__(self) -> None:
         if self.composition not in get_args(Composition):
@@ -41,6 +53,11 @@ class Stream:
             raise ConfigError(f"Stream: composition {given}. Say {COMPOSITIONS}.")
         if not isinstance(self.span, int) or isinstance(self.span, bool) or self.span < 1:
             raise ConfigError(f"Stream: span must be a whole number of periods, at least 1; got {self.span!r}")
+        if self.sample_rate is not None:
+            number = self.sample_rate
+            if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number <= 1:
+                raise ConfigError(f"Stream: sample_rate must be a probability above 0, or None; got {number!r}")
+            object.__setattr__(self, "sample_rate", float(number))
         object.__setattr__(self, "periods", _whole_numbers(self.periods))
 
     @cached_property
@@ -55,34 +72,66 @@ class Stream:
         ends = [(int(self.periods[where].min()), int(self.periods[where].max())) for where in self.spans]
         return tuple(f"period {first}" if first == last else f"periods {first} to {last}" for first, last in ends)
 
-    def refuse(self, size: int, batch_size: int) -> None:
-        """Raises unless each of `size` examples has a period and every span fills a batch."""
-        if len(self.periods) != size:
-            raise UnsupportedError(f"The stream has periods for {len(self.periods)} examples, the data set has {size}.")
-        for span, indices in enumerate(self.spans):
-            if len(indices) < batch_size:
+    def steps(self, drop_last: bool) -> int:
+        """Of a pass over a span, with a `sample_rate`: as many as a unit joins one of, on average."""
+        assert self.sample_rate is not None
+        passes = 1 / self.sample_rate
+        return max(1, math.floor(passes * (1 + 1e-9)) if drop_last else math.ceil(passes * (1 - 1e-9)))
+
+    def refuse_length(self, examples: int) -> None:
+        """Raises unless each of so many examples has a period."""
+        if len(self.periods) != examples:
+            raise UnsupportedError(
+                f"The stream has periods for {len(self.periods)} examples, the data set has {examples}."
+            )
+
+    def refuse_sizes(self, sizes: Sequence[int], batch_size: int, units: str) -> None:
+        """Raises unless every span, of so many `units`, fills a batch. With a `sample_rate` it need not."""
+        for span, size in enumerate(sizes):
+            if size < batch_size and self.sample_rate is None:
                 raise UnsupportedError(
-                    f"batch_size={batch_size} exceeds the {len(indices)} examples of span {span} ({self.names[span]}), a "
+                    f"batch_size={batch_size} exceeds the {size} {units} of span {span} ({self.names[span]}), a "
                     f"sampling probability above 1: use a smaller batch_size, or a larger span than {self.span} period(s), "
-                    "or leave those examples out of the data set."
+                    f"or leave those {units} out of the data set, or give Stream(sample_rate=...) (stream.sample_rate)."
                 )
 
-    def plan(self, steps: tuple[int, ...]) -> StreamPlan:
-        """What a plan knows of this stream; `steps` are an epoch's on each span."""
-        return StreamPlan(self.composition, self.span, tuple(map(len, self.spans)), steps)
+    def refuse_users(self, spans: Sequence[Users]) -> None:
+        """Raises if users of several spans are declared to have data in one only. `spans` are the users of each."""
+        if self.composition != "parallel":
+            return
+        everyone = np.concatenate([users.ids for users in spans if users.ids is not None])
+        ids, counts = np.unique(everyone, return_counts=True)
+        if (counts > 1).any():
+            user = ids[np.argmax(counts > 1)]
+            where = [self.names[span] for span, users in enumerate(spans) if user in users.ids]  # type: ignore[operator]
+            named = ", ".join(where[:_NAMED]) + (", ..." if len(where) > _NAMED else "")
+            raise UnsupportedError(
+                f"composition='parallel' says that each user has data in one span only, but {int((counts > 1).sum())} of "
+                f"{len(ids)} users have some in several: user {user} in {named}. "
+                "Each span would promise them an epsilon of its own, not one for all. Use composition='sequential', or larger "
+                "spans."
+            )
+
+    def plan(self, steps: tuple[int, ...], sizes: tuple[int, ...] | None = None) -> StreamPlan:
+        """What a plan knows of this stream; `steps` are an epoch's on each span, `sizes` its units (None: its examples)."""
+        sizes = tuple(map(len, self.spans)) if sizes is None else sizes
+        return StreamPlan(
+            self.composition, self.span, sizes if self.sample_rate is None else (), steps, self.sample_rate
+        )
 
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """What is fixed about a stream before training. Sizes and borders of the spans count as public.
+    """What is fixed about a stream before training. Sizes and borders of the spans count as public; with a rate, borders alone.
 
     Not who is in which span, nor a digest of it: whoever knows everybody else's period would try what fits.
     """
 
     composition: Composition
     span: int  # periods in one
-    sizes: tuple[int, ...]  # examples of each span
+    sizes: tuple[int, ...]  # units of each span; empty if there is a `sample_rate`, for which nobody has to know them
     steps: tuple[int, ...]  # of an epoch, on each span
+    sample_rate: float | None = None  # of all spans; None: of each, the batch size divided by its size
 
     def taken(self, steps: int) -> tuple[int, ...]:
         """How many of the first `steps` steps of a run are on each span."""
@@ -94,7 +143,10 @@ class StreamPlan:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        return {**vars(self), "sizes": list(self.sizes), "steps": list(self.steps)}
+        values = {**vars(self), "sizes": list(self.sizes), "steps": list(self.steps)}
+        if self.sample_rate is None:  # plans from before there were rates do not have it
+            del values["sample_rate"]
+        return values
 
     @staticmethod
     def from_dict(values: dict[str, Any]) -> StreamPlan:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -46,6 +46,19 @@ class Users:
     def sizes(self) -> np.ndarray:
         """How many examples each user has, int64 (users,)."""
         return np.diff(self.begin)
+
+    def in_spans(self, spans: Sequence[np.ndarray]) -> tuple[Users, ...]:
+        """The users of each of some sets of examples, with their examples in it alone.
+
+        In each they are numbered from 0, in the order of their ids. A user may be in several, or in none.
+        """
+        number = np.empty(len(self.order), dtype=np.int64)  # of each example's user
+        number[self.order] = np.repeat(np.arange(self.count), self.sizes)
+        parts = (replace(Users.of(number[where], len(where), self.limit), declared=None) for where in spans)
+        return tuple(
+            replace(part, order=where[part.order], ids=part.ids if self.ids is None else self.ids[part.ids])
+            for part, where in zip(parts, spans)
+        )
 
     def refuse_change(self, dataset: Any) -> None:
         """Raises if the data set says something else of its examples' users than before."""

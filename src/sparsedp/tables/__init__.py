@@ -4,7 +4,7 @@ from sparsedp.tables.lazy import LazyOwner
 from sparsedp.tables.local import LocalOwner
 from sparsedp.tables.owner import Owner, Ownership, SeveralOwners
 from sparsedp.tables.ranks import LocalExchange, OneRank, Ranks, RowExchange
-from sparsedp.tables.spec import Shard, TableSpec, find_tables, table_specs
+from sparsedp.tables.spec import Shard, TableSpec, dense_parameters, find_tables, table_parameters, table_specs
 
 __all__ = [
     "LazyOwner",
@@ -18,6 +18,8 @@ __all__ = [
     "SeveralOwners",
     "Shard",
     "TableSpec",
+    "dense_parameters",
     "find_tables",
+    "table_parameters",
     "table_specs",
 ]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD
+from torch.optim import Optimizer
 
 from sparsedp._torch import preserved_version, without_subclasses
 from sparsedp.errors import SparseDPError, UnsupportedError
@@ -85,8 +85,8 @@ class _Table:
 class _Group:
     """Tables of one parameter group of the optimizer, which moves all of their rows alike."""
 
-    optimizer: SGD
-    index: int  # of the parameter group
+    optimizer: Optimizer
+    index: int  # of the parameter group, which is one of SGD
     tables: dict[str, _Table]
     first: int  # the run's step at which the pending ones began
     pending: PendingSteps = field(default_factory=PendingSteps)
@@ -117,9 +117,7 @@ class LazyOwner(Owner):
         super().__init__(ownership)
         self.broken = False  # whether rows were claimed that did not get their noise
         self._lock, self._process = threading.RLock(), os.getpid()
-        optimizer = ownership.optimizer
-        assert isinstance(optimizer, SGD)  # others are refused before
-        self._optimizer = optimizer
+        optimizer = self._optimizer = ownership.optimizer
         self._std, self._aggregate, self._steps = ownership.std, aggregate, ownership.steps
         self._keys: tuple[RandomKey, RandomKey] | None = None
         self._guard: Owner | None = None  # who settles what the guards see; None: there are none
@@ -134,7 +132,8 @@ class LazyOwner(Owner):
         for index, settings in enumerate(optimizer.param_groups):
             held = {id(parameter) for parameter in settings["params"]}
             mine = {name: table for name, table in tables.items() if id(table.parameter) in held}
-            self._groups.append(_Group(optimizer, index, mine, ownership.steps()))
+            if mine:  # others may be of another optimizer than SGD, which is refused for tables
+                self._groups.append(_Group(optimizer, index, mine, ownership.steps()))
         self._group_of = {name: group for group in self._groups for name in group.tables}
 
     def _key(self) -> RandomKey:
@@ -499,8 +498,6 @@ class LazyOwner(Owner):
     def advance(self) -> None:
         """Takes a step: all rows are owed its noise."""
         for group in self._groups:
-            if not group.tables:
-                continue
             step = group.coefficients
             group.steps.append(step)
             group.pending.advance(step)

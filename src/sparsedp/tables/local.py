@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from sparsedp._torch import optimizer_post_hooks, optimizer_pre_hooks
 from sparsedp.kernels.loops import move_rows
+from sparsedp.several_optimizers import SeveralOptimizers, parts_of
 from sparsedp.tables.owner import Owner, Ownership
 
 
@@ -42,10 +43,10 @@ def plain_rates(optimizer: Optimizer) -> dict[int, float]:
     Rows are then moved without it, to the same result: torch's sparse tensors take several times as long. Not if somebody
     watches the step, who may look at the gradients.
     """
-    if type(optimizer) is not torch.optim.SGD or watched(optimizer):
+    if watched(optimizer):
         return {}
     groups = [
-        group for group in optimizer.param_groups
+        group for part in parts_of(optimizer) if type(part) is torch.optim.SGD for group in part.param_groups
         if not (group["momentum"] or group["weight_decay"] or group["maximize"] or group["differentiable"])
     ]  # fmt: skip
     return {id(parameter): float(group["lr"]) for group in groups for parameter in group["params"]}
@@ -53,6 +54,8 @@ def plain_rates(optimizer: Optimizer) -> dict[int, float]:
 
 def watched(optimizer: Optimizer) -> bool:
     """Whether somebody is called at each step of an optimizer, who may look at the gradients."""
+    if isinstance(optimizer, SeveralOptimizers) and any(map(watched, optimizer.parts)):
+        return True
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     hooks_of_all = optimizer_pre_hooks or optimizer_post_hooks
     return bool("step" in vars(optimizer) or hooks or hooks_of_all)

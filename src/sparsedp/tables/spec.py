@@ -53,6 +53,18 @@ def table_specs(parameters: Mapping[str, Tensor], tables: Collection[str]) -> di
     return dict(sorted(specs.items()))
 
 
+def table_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The tables of a module, for an optimizer of their own: weights of nn.Embedding and nn.EmbeddingBag."""
+    tables = find_tables(module)
+    return [parameter for name, parameter in module.named_parameters() if name in tables]
+
+
+def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """All parameters of a module but its tables, for an optimizer of their own."""
+    tables = find_tables(module)
+    return [parameter for name, parameter in module.named_parameters() if name not in tables]
+
+
 def find_tables(module: nn.Module) -> frozenset[str]:
     """Names of the embedding weights, as `named_parameters` has them."""
     weights = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}

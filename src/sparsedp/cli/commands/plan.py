@@ -103,12 +103,12 @@ def _megabytes(count: int) -> str:
     return f"{count / 1e6:,.1f} MB"
 
 
-def _stream(stream: dict[str, Any]) -> str:
+def _stream(stream: dict[str, Any], unit: str) -> str:
     sizes, how = stream["sizes"], "parallel" if stream["composition"] == "parallel" else "sequence"
-    return (
-        f"{len(sizes)} spans of {stream['span']} period(s), composed in {how}; {min(sizes):,} to {max(sizes):,} examples "
-        "each, and the sampling rate is that of the smallest"
-    )
+    spans = f"{len(stream['steps'])} spans of {stream['span']} period(s), composed in {how}; "
+    if stream.get("sample_rate") is not None:
+        return f"{spans}each with this rate, in {stream['steps'][0]:,} steps, whatever its size"
+    return f"{spans}{min(sizes):,} to {max(sizes):,} {unit}s each, and the sampling rate is that of the smallest"
 
 
 def _summary(report: dict[str, Any]) -> Table:
@@ -120,7 +120,7 @@ def _summary(report: dict[str, Any]) -> Table:
         *_units(report),
         ("steps", f"{report['steps']:,} in {report['epochs']} epoch(s)"),
         ("batch", f"{_batch(report)} expected, sampling rate {report['sample_rate']:.4g}"),
-        *(() if report["stream"] is None else [("stream", _stream(report["stream"]))]),
+        *(() if report["stream"] is None else [("stream", _stream(report["stream"], report["unit"]))]),
         ("mechanism", ", ".join([mechanism.pop("name"), *(f"{k}={v}" for k, v in mechanism.items())])),
         ("noise multiplier", f"{report['noise_multiplier']:.4g}, clipping norm {report['max_grad_norm']:g}"),
         ("epsilon", f"{report['epsilon']:.4g} at delta {report['delta']:g}"),
@@ -180,10 +180,10 @@ def _units(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _batch(report: dict[str, Any]) -> str:
     if report["unit"] == "example":
-        return f"{report['expected_batch_size']:,}"
+        return _number(report["expected_batch_size"])
     most = report["max_examples_per_user"]
     each = "" if most is None else f", at most {most:,} of a user's"
-    return f"{report['expected_batch_size']:,} users with {_number(report['expected_examples'])} examples{each}"
+    return f"{_number(report['expected_batch_size'])} users with {_number(report['expected_examples'])} examples{each}"
 
 
 def _number(value: float) -> str:

@@ -67,46 +67,95 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class OneOptimizerConfig:
+    """An optimizer of torch.optim and its settings, such as that of the tables beside that of the dense parameters."""
+
+    name: str
+    lr: Positive
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _refuse_optimizer(self.name, self.options, "optimizer.tables")
+
+    def make(self, groups: list[dict[str, Any]], key: str = "optimizer.tables") -> Optimizer:
+        """The optimizer of some parameter groups; `key` is where it is configured."""
+        kind = getattr(torch.optim, self.name)
+        try:
+            return kind(groups, lr=self.lr, **self.options)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{key}: {self.name} refuses its settings: {error}") from error
+
+    def state_share(self) -> float:
+        """Bytes of optimizer state per byte of parameter, measured at a small parameter of its own."""
+        probe = nn.Parameter(torch.zeros(32, 32))
+        optimizer = self.make([{"params": [probe]}])
+        probe.grad = torch.zeros_like(probe)
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            probe.grad = probe.grad.to_sparse(1)
+        optimizer.step()
+        tensors = [value for value in optimizer.state[probe].values() if isinstance(value, torch.Tensor)]
+        return sum(tensor.nbytes for tensor in tensors if tensor.dim()) / probe.nbytes
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
+    """The optimizer of all parameters; of the dense ones, if there is one of the `tables`."""
+
     name: str
     lr: Positive
     table_lr: Positive | None = None  # of the tables; None: lr
     options: dict[str, Any] = field(default_factory=dict)
+    tables: OneOptimizerConfig | None = None
     scheduler: SchedulerConfig = SchedulerConfig()
 
     def __post_init__(self) -> None:
-        base = torch.optim.Optimizer
-        classes = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
-        names = [name for name, kind in classes.items() if issubclass(kind, base) and kind is not base]
-        if self.name not in names:
-            problem = f"expected an optimizer of torch.optim ({', '.join(names)}); got {self.name!r}"
-            raise SchemaError("name", problem + suggestion(self.name, names))
-        if "lr" in self.options:
-            raise SchemaError("options.lr", "give the learning rate as optimizer.lr")
+        _refuse_optimizer(self.name, self.options, "optimizer")
+        if self.tables is not None and self.table_lr is not None:
+            raise SchemaError(
+                "table_lr", "the tables have an optimizer of their own: give the rate as optimizer.tables.lr"
+            )
 
-    def make(self, model: nn.Module) -> Optimizer:
-        """With `table_lr` there are two parameter groups: the dense parameters, then the tables."""
+    def make(self, model: nn.Module) -> Optimizer | list[Optimizer]:
+        """With `table_lr` there are two parameter groups, with `tables` two optimizers: the dense parameters, then the tables."""
+        names = find_tables(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        dense = [p for name, p in trained.items() if name not in names]
+        tables = [p for name, p in trained.items() if name in names]
+        if self.tables is not None and tables:
+            of_tables = self.tables.make([{"params": tables}])
+            return [self._of_all.make([{"params": dense}], "optimizer"), of_tables] if dense else of_tables
         groups: list[dict[str, Any]] = [{"params": list(trained.values())}]
         if self.table_lr is not None:
-            tables = find_tables(model)
-            dense = [p for name, p in trained.items() if name not in tables]
-            rows = [p for name, p in trained.items() if name in tables]
-            groups = [{"params": dense}, {"params": rows, "lr": self.table_lr}]
-        kind = getattr(torch.optim, self.name)
-        try:
-            return kind([group for group in groups if group["params"]], lr=self.lr, **self.options)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"optimizer: {self.name} refuses its settings: {error}") from error
+            groups = [{"params": dense}, {"params": tables, "lr": self.table_lr}]
+        return self._of_all.make([group for group in groups if group["params"]], "optimizer")
+
+    @property
+    def _of_all(self) -> OneOptimizerConfig:
+        return OneOptimizerConfig(self.name, self.lr, self.options)
+
+    def require_settings(self) -> None:
+        """Raises if an optimizer refuses its settings."""
+        self.state_share()
+        self.table_state_share()
 
     def state_share(self) -> float:
-        """Bytes of optimizer state per byte of parameter, measured at a small parameter of its own."""
-        probe = nn.Linear(32, 32, bias=False)
-        optimizer = self.make(probe)
-        probe.weight.grad = torch.zeros_like(probe.weight)
-        optimizer.step()
-        tensors = [value for value in optimizer.state[probe.weight].values() if isinstance(value, torch.Tensor)]
-        return sum(tensor.nbytes for tensor in tensors if tensor.dim()) / probe.weight.nbytes
+        """Bytes of optimizer state per byte of a dense parameter."""
+        return self._of_all.state_share()
+
+    def table_state_share(self) -> float:
+        """Bytes of optimizer state per byte of a table."""
+        return self.state_share() if self.tables is None else self.tables.state_share()
+
+
+def _refuse_optimizer(name: str, options: dict[str, Any], key: str) -> None:
+    base = torch.optim.Optimizer
+    classes = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
+    names = [name for name, kind in classes.items() if issubclass(kind, base) and kind is not base]
+    if name not in names:
+        problem = f"expected an optimizer of torch.optim ({', '.join(names)}); got {name!r}"
+        raise SchemaError("name", problem + suggestion(name, names))
+    if "lr" in options:
+        raise SchemaError("options.lr", f"give the learning rate as {key}.lr")
 
 
 @dataclass(frozen=True)
@@ -236,6 +285,7 @@ class StreamConfig:
 
     composition: Literal["parallel", "sequential"] | None = None  # null is refused: nobody can guess it
     span: Count = 1
+    sample_rate: Probability | None = None
     evaluate_next: bool = False
 
     def __post_init__(self) -> None:

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from torch import nn
-
 from sparsedp.cli.config.config import Config, require_folder_name
 from sparsedp.cli.config.limits import NotNegative, Positive, Seed
 from sparsedp.cli.config.load import BUNDLED, covers, find_config, make_config, parse_yaml, put, put_text, read_values
@@ -261,11 +259,13 @@ def _control_rates(sweep: Sweep, base: Mapping[str, Any]) -> list[dict[str, floa
     optimizer = base.get("optimizer")
     if group is None or not isinstance(optimizer, Mapping) or sweep.control_rates == [1.0]:
         return [{}]
-    keys = ("optimizer.lr", "optimizer.table_lr")
+    keys = ("optimizer.lr", "optimizer.table_lr", "optimizer.tables.lr")
     given = [*group.set, *group.grid, *sweep.axes(NON_PRIVATE, group)]
     if any(covers(key, other) or covers(other, key) for key in given for other in keys):
         return [{}]
-    rates = {key: optimizer.get(key.rpartition(".")[2]) for key in keys}
+    tables = optimizer.get("tables")
+    own = tables if isinstance(tables, Mapping) else {}
+    rates = dict(zip(keys, (optimizer.get("lr"), optimizer.get("table_lr"), own.get("lr"))))
     numbers = {key: rate for key, rate in rates.items() if isinstance(rate, (int, float))}
     return [{key: float(f"{factor * rate:.4g}") for key, rate in numbers.items()} for factor in sweep.control_rates]
 
@@ -278,6 +278,7 @@ def _built_in(name: str, values: dict[str, Any]) -> dict[str, Any]:
         return {}
     optimizer = values.get("optimizer")
     optimizer = optimizer if isinstance(optimizer, Mapping) else {}
+    optimizer = optimizer.get("tables") or optimizer  # what moves the tables
     options = optimizer.get("options") or {}
     # Without noise, EANA is plain row-sparse training. Where an optimizer needs dense gradients, DP-SGD gives the same.
     rows = optimizer.get("name") in ("SGD", "Adagrad", "SparseAdam") and not options.get("weight_decay")
@@ -311,7 +312,7 @@ def _check(runs: list[SweepRun]) -> None:
             continue
         checked.add(parts)
         try:
-            config.optimizer.make(nn.Linear(1, 1))
+            config.optimizer.require_settings()
             config.make_loss()
             config.make_mechanism()
             for key, address in config.addresses().items():
