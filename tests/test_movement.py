@@ -209,7 +209,10 @@ CHANGES: dict[str, tuple[Callable[[Model], Any], str]] = {
     "unfrozen, without a place in the optimizer": (lambda m: m.spare.requires_grad_(True), "'spare.weight' requires"),
     "added": (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "'extra.weight' requires a gradient"),
     "replaced by another that is trained": (replace, "'out.weight' has an ordinary gradient"),
-    "replaced by one that is frozen": (freeze_another, "'out.weight' of make_private, which is not in the module any more"),
+    "replaced by one that is frozen": (
+        freeze_another,
+        "'out.weight' of make_private, which is not in the module any more",
+    ),
     "taken away": (lambda m: delattr(m, "frozen"), "'frozen.weight' of make_private|has no attribute"),
 }
 
@@ -227,7 +230,7 @@ def test_a_module_that_is_changed_after_make_private_is_refused(change: str) -> 
         before.update({name: p.detach().clone() for name, p in model.named_parameters()})
 
     model = without_spare()
-    with pytest.raises((UnsupportedError, AttributeError), match=message):
+    with pytest.raises((SparseDPError, AttributeError), match=message):
         run(only_trained if "unfrozen" in change else None, model, between=changed)
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())  # nothing was written
 

@@ -16,7 +16,9 @@ from torch.optim import Optimizer
 
 from sparsedp.errors import SparseDPError
 
-PATIENCE = 10  # updates in a row that may leave a parameter with a gradient as it is: some optimizers write now and then
+PATIENCE = (
+    10  # updates in a row that may leave a parameter with a gradient as it is: some optimizers write now and then
+)
 _MOST = 100  # updates that are looked at
 _SAMPLED = 16  # weights of a parameter that are looked at
 
@@ -60,7 +62,9 @@ class Movement:
         """Compares with what `before` gave. `gradients` are those that the update was given."""
         if not seen:
             return
-        with_gradients = {_memory(self._parameters[name]) for name, gradient in gradients.items() if gradient is not None}
+        with_gradients = {
+            _memory(self._parameters[name]) for name, gradient in gradients.items() if gradient is not None
+        }
         for name, (version, sample, expected) in seen.items():
             parameter, gradient = self._parameters[name], gradients.get(name)
             rows = gradient._indices()[0, :1] if gradient is not None and gradient.is_sparse else None

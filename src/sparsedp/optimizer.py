@@ -73,7 +73,9 @@ class PrivateOptimizer(Optimizer):
         self.preparation = preparation
         # Parameters that are divided among processes move where they are.
         movement = Movement(dict(module.named_parameters()) if ranks is None else {}, inner)
-        self.private_step = PrivateStep(plan, parameters, tables, inner, noise, ledger, preparation, ranks, held, movement)
+        self.private_step = PrivateStep(
+            plan, parameters, tables, inner, noise, ledger, preparation, ranks, held, movement
+        )
         self.after_step: list[Callable[[], None]] = []  # called after each logical batch's step
         self.partly_loaded = False  # whether weights are in part those of a checkpoint that is being loaded
         self._parameters = dict(parameters)
