@@ -165,7 +165,7 @@ def test_a_frozen_parameter_that_the_optimizer_moves_is_named(behind: bool) -> N
                 for parameter in group["params"]:
                     (parameter.data if behind else parameter).mul_(0.99)
 
-    with pytest.raises(SparseDPError, match="wrote to parameter 'frozen.weight', which has no gradient"):
+    with pytest.raises(SparseDPError, match=r"wrote to parameter 'frozen\.weight', which has no gradient"):
         run(lambda p: Decays(p, lr=0.1))
 
 

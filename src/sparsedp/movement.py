@@ -75,8 +75,8 @@ class Movement:
                 continue  # another name of the memory of one that is trained
             if moved and gradient is None:
                 raise SparseDPError(
-                    f"The optimizer wrote to parameter '{name}', which has no gradient in this step: it is frozen, or its rows are "
-                    "moved without the optimizer. Only what is clipped and noised may move. Is there a hook on "
+                    f"The optimizer wrote to parameter '{name}', which has no gradient in this step: it is frozen, or its rows "
+                    "are moved without the optimizer. Only what is clipped and noised may move. Is there a hook on "
                     "optimizer.step(), or a rule of its own (weight decay, averaging), that takes all parameters?"
                 )
             if moved:

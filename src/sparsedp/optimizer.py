@@ -312,21 +312,21 @@ class PrivateOptimizer(Optimizer):
                 "included, before make_private."
             )
 
-    def _refuse_other_parameters(self, leaves: list[tuple[str, Tensor]]) -> None:
+    def _refuse_other_parameters(self, leaves: Sequence[tuple[str, Tensor]]) -> None:
         """Raises if the module trains others than the optimizer, such as new ones in the places of those of make_private."""
         private = {id(parameter) for parameter in self._parameters.values()}
         outside = [name for name, tensor in leaves if tensor.requires_grad and id(tensor) not in private]
         if outside:
             raise UnsupportedError(
                 f"Parameter '{outside[0]}' requires a gradient, but the optimizer does not have it: it was added, unfrozen or "
-                "replaced after make_private, and would not be trained. Do so before make_private, and give it to the optimizer, or "
-                "freeze it with requires_grad_(False)."
+                "replaced after make_private, and would not be trained. Do so before make_private, and give it to the optimizer, "
+                "or freeze it with requires_grad_(False)."
             )
         there = {id(tensor) for _, tensor in leaves}
         gone = [name for name, parameter in self._parameters.items() if id(parameter) not in there]
         if gone:
             raise UnsupportedError(
-                f"The optimizer trains parameter '{gone[0]}' of make_private, which is not in the module any more: another tensor "
-                "is in its place (weights that were tied, an adapter that was merged or loaded?), or none. Change the module "
-                "before make_private."
+                f"The optimizer trains parameter '{gone[0]}' of make_private, which is not in the module any more: another "
+                "tensor is in its place (weights that were tied, an adapter that was merged or loaded?), or none. Change the "
+                "module before make_private."
             )

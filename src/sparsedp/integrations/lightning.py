@@ -144,10 +144,11 @@ class PrivacyCallback(*_callback_classes()):  # type: ignore[misc]
         else:
             users = self.settings.users_of(loader.dataset)
             units = len(loader.dataset) if users is None else users.count  # type: ignore[arg-type]
+            length: dict[str, Any] = _length(trainer, loader, units, self.settings.stream is not None)
             made = self.engine.make_private_with_epsilon(
                 target_epsilon=self.target_epsilon,
                 target_delta=default_delta(units) if self.target_delta is None else self.target_delta,
-                **_length(trainer, loader, units, self.settings.stream is not None),
+                **length,
                 **things,
             )
         made[2].warns_of_cuts = False  # the Trainer counts logical batches, and may end at max_steps
@@ -215,8 +216,8 @@ class PrivacyCallback(*_callback_classes()):  # type: ignore[misc]
             return
         if _KEY not in checkpoint:
             raise CheckpointError(
-                "The checkpoint of fit(ckpt_path=...) was written without PrivacyCallback, so that it has no ledger: nobody knows "
-                "what its steps cost. To start from its weights, load them into the module before fit()."
+                "The checkpoint of fit(ckpt_path=...) was written without PrivacyCallback, so that it has no ledger: nobody "
+                "knows what its steps cost. To start from its weights, load them into the module before fit()."
             )
         self._saved = checkpoint[_KEY]
 
@@ -265,8 +266,8 @@ def _length(trainer: Any, loader: DataLoader, units: int, is_stream: bool) -> di
     has_epochs, has_steps = epochs is not None and epochs >= 0, steps >= 0
     if not (has_epochs or has_steps):
         raise UnsupportedError(
-            "A target_epsilon is planned for a number of steps: give the Trainer max_epochs or max_steps, or give PrivacyCallback "
-            "a noise_multiplier."
+            "A target_epsilon is planned for a number of steps: give the Trainer max_epochs or max_steps, or give "
+            "PrivacyCallback a noise_multiplier."
         )
     if not has_steps:
         return {"epochs": epochs}
