@@ -408,17 +408,15 @@ def test_adapters_with_word_embeddings_train_are_saved_and_loaded(tmp_path: Path
     moved = {name for name, p in model.named_parameters() if not torch.equal(before[name][0], p.detach())}
     assert moved == {name for name, (_, trained) in before.items() if trained}
     assert any("word_embeddings" in name for name in moved)
-    table = model.get_input_embeddings()
-    assert (
-        0
-        < len((table.weight.detach() != before[next(n for n in moved if "word_embeddings" in n)][0]).any(1))
-        <= VOCABULARY
-    )
     resumed = trainer(tmp_path, adapted(), privacy=privacy)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert all(torch.equal(value, weights_of(resumed.model)[name]) for name, value in weights_of(model).items())
     if bias == "requires_grad":  # PEFT saves what it knows of: adapters, modules_to_save, and embeddings if told so
         model.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+        safetensors = pytest.importorskip("safetensors.torch")
+        written = safetensors.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        (name,) = [name for name in written if "word_embeddings" in name]
+        assert torch.equal(written[name], model.get_input_embeddings().weight.detach())
     else:
         private.save_model(str(tmp_path / "adapter"))
         loaded = peft.PeftModel.from_pretrained(classifier(), tmp_path / "adapter")
@@ -609,7 +607,7 @@ def test_evaluation_during_training_sees_settled_weights(tmp_path: Path) -> None
     )  # fmt: skip
     private.add_callback(Looks())
     private.train()
-    assert len(pending) == 3 and len(set(pending)) == 3
+    assert len(pending) >= 3 and len(set(pending)) == len(pending)
     predicted = private.predict(examples(8))
     assert predicted.metrics["test_loss"] != pending[-1]
 
