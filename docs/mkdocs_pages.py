@@ -11,7 +11,11 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("sparsedp", "accounting", "convex", "nn", "models", "data", "audit", "integrations")
-INTEGRATIONS = ["tensorboard.TensorBoard", "transformers.PrivateTrainer"]  # each imports what its extra brings
+INTEGRATIONS = [
+    "tensorboard.TensorBoard",
+    "transformers.PrivateTrainer",
+    "lightning.PrivacyCallback",
+]  # each imports what its extra brings
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from sparsedp import concerns
+from sparsedp.counting import arguments_of
 from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.frequencies import FrequencyRelease
@@ -367,9 +368,8 @@ def _time_steps(
     for batch in loader:
         optimizer.zero_grad()
         if loader.current.units:
-            *inputs, target = ({}, batch) if isinstance(batch, Mapping) else batch
-            output = module(**batch) if isinstance(batch, Mapping) else module(*inputs)
-            loss_fn(output, target).backward()
+            args, kwargs, target = arguments_of(batch)
+            loss_fn(module(*args, **kwargs), target).backward()
         optimizer.step()
         if loader.current.last:
             now = time.monotonic()

@@ -11,9 +11,9 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from types import CellType, FunctionType
 from typing import Any
 
@@ -25,6 +25,7 @@ from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSpar
 from sparsedp.capture.compiled import WithoutCompilation
 from sparsedp.capture.precision import LOW_PRECISION
 from sparsedp.clipping import Clipping
+from sparsedp.counting import arguments_of
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, SparseDPWarning, UnitsMixedError, refuse_labels
 from sparsedp.fused import replace_fused
 from sparsedp.refusals import refuse_module
@@ -73,10 +74,11 @@ def check(
 ) -> CheckReport:
     """Raises, naming the parameter and the likely cause, if `module` and `loss_fn` do not keep units apart.
 
-    `batch` is what the loader yields: (inputs..., target), for loss_fn(module(*inputs), target), or a dict, for
-    loss_fn(module(**batch), batch). At most `units` of its units are looked at, each alone and among the
-    others, with the same random numbers, such as dropout's masks. `take(batch, indices)` picks units out of a batch that is not
-    made of tensors with the units on axis 0. The module itself is left as it is.
+    `batch` is what the loader yields: (inputs..., target), for loss_fn(module(*inputs), target), a dict, for
+    loss_fn(module(**batch), batch), or an object of a dataclass, for loss_fn(module(batch), batch). At most `units` of its
+    units are looked at, each alone and among the others, with the same random numbers, such as dropout's masks.
+    `take(batch, indices)` picks units out of a batch that is not made of tensors with the units on axis 0. The module itself is
+    left as it is.
 
     With a `data_loader`, the user's own or the private one, batches are made of examples of its data set by its collate
     function, anew for each unit alone. That also finds what the collate function makes of a whole batch: the length of its
@@ -342,7 +344,7 @@ class Trial:
             return loop(self._module, batch)
 
     def _loss_of_output(self, batch: Any, captured: bool) -> Tensor:
-        args, kwargs, target = ((), batch, batch) if isinstance(batch, Mapping) else (batch[:-1], {}, batch[-1])
+        args, kwargs, target = arguments_of(batch)
         # Capture itself replaces what forward draws, and runs compiled parts uncompiled.
         with nullcontext() if captured else Replaced(self.draws), WithoutCompilation():
             out = self._module(*args, **kwargs)
@@ -475,11 +477,22 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: map_tensors(item, change) for key, item in value.items()}
+        items = {key: map_tensors(item, change) for key, item in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return items
+        made = copy.copy(value)  # such as transformers' BatchEncoding, whose entries are attributes, too
+        for key, item in items.items():
+            made[key] = item
+        return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(item, change) for item in value))
     if isinstance(value, (tuple, list)):
         return type(value)(map_tensors(item, change) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed: Any = copy.copy(value)
+        for each in fields(value):
+            object.__setattr__(changed, each.name, map_tensors(getattr(value, each.name), change))
+        return changed
     return value
 
 

@@ -101,9 +101,8 @@ class State:
     torch_generator: torch.Tensor | None = None
 
 
-def save(path: str | os.PathLike[str], state: State, key: bytes | None = None) -> None:
-    """Writes beside `path` first and renames, so that an interrupted write leaves the old file. Signed if there is a key."""
-    target = Path(path)
+def content_of(state: State, key: bytes | None = None) -> dict[str, Any]:
+    """What a checkpoint holds, for `torch.save`: plain values, and the tensors themselves. Signed if there is a key."""
     # The loop, the data set and the loss may draw from torch's own generator: a seeded run needs its state to go on alike.
     generator = None if state.seed is None else torch.get_rng_state()
     mark, ledger = state.lineage.last
@@ -125,6 +124,12 @@ def save(path: str | os.PathLike[str], state: State, key: bytes | None = None) -
         "order": state.order,
     }
     content["signature"] = None if key is None else sign(key, content)
+    return content
+
+
+def save(path: str | os.PathLike[str], state: State, key: bytes | None = None) -> None:
+    """Writes beside `path` first and renames, so that an interrupted write leaves the old file. Signed if there is a key."""
+    target, content = Path(path), content_of(state, key)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
@@ -153,6 +158,18 @@ def load(
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:
         raise CheckpointError(f"{path} is not a complete SparseDP checkpoint: {one_line(error)}") from error
+    return state_of(content, path, plan, seed, key, order)
+
+
+def state_of(
+    content: Any,
+    path: str | os.PathLike[str],
+    plan: PrivacyPlan,
+    seed: int | None,
+    key: bytes | None = None,
+    order: str | None = None,
+) -> State:
+    """As `load`, from what a checkpoint holds; `path` is what messages call it."""
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is not a SparseDP checkpoint of format {_FORMAT}.")
     if missing := _KEYS - content.keys():
@@ -171,7 +188,7 @@ def load(
         raise CheckpointError(f"{path}: the ledger lacks steps that the checkpoints before it had. It was cut short.")
     _require_signed(path, content, key, order)
     small = copy.deepcopy({key: value for key, value in content.items() if key not in ("model", "optimizer")})
-    content.update(small)  # not mapped
+    content = {**content, **small}  # not mapped
     return State(
         plan=plan,
         lineage=lineage,

@@ -101,13 +101,17 @@ class FirstSteps:
     def watching(self) -> bool:
         return len(self._reports) < WATCHED and self._plan.noise_multiplier > 0
 
-    def see(self, report: StepReport | None) -> None:
-        """Takes the report of a step; with the last of the first steps, it warns."""
+    def see(self, report: StepReport | None, unused: Sequence[str] = ()) -> None:
+        """Takes the report of a step; with the last of the first steps, it warns.
+
+        `unused` are the trained parameters that no unit's gradient came to so far.
+        """
         if report is None or not report.units or not self.watching:
             return
         self._reports.append(report)
         if not self.watching:
             warn(of_first_steps(self._plan, self._reports), stacklevel=6)
+            warn(of_unused(unused, len(self._reports)), stacklevel=6)
 
 
 def of_first_steps(plan: PrivacyPlan, reports: Sequence[StepReport]) -> list[str]:
@@ -156,6 +160,17 @@ def of_first_steps(plan: PrivacyPlan, reports: Sequence[StepReport]) -> list[str
             "max_grad_norm: lower it to about the mean norm."
         )
     return concerns
+
+
+def of_unused(unused: Sequence[str], steps: int) -> list[str]:
+    """Parameters that noise alone moves."""
+    if not unused:
+        return []
+    return [
+        f"In the first {steps} steps no gradient came to parameter {_names(unused)}: the loss does not depend on it (an adapter "
+        "that is switched off or merged, a head that is not used?), and noise alone moves it. Use it, or freeze it with "
+        "requires_grad_(False)."
+    ]
 
 
 def _mostly_noise(false: float, selected: float, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -142,6 +142,18 @@ def _arguments(batch: Any, inputs: Callable[[Any], Any] | None) -> tuple[tuple, 
     if inputs is not None:
         chosen = inputs(batch)
         return ((), dict(chosen)) if isinstance(chosen, Mapping) else (tuple(chosen), {})
+    args, kwargs, _ = arguments_of(batch)
+    return args, kwargs
+
+
+def arguments_of(batch: Any) -> tuple[tuple, dict, Any]:
+    """What a module and a loss are given of a batch: arguments, arguments by name, and the target.
+
+    (inputs..., target) is for loss_fn(module(*inputs), target), a mapping for loss_fn(module(**batch), batch), and an object of a
+    dataclass for loss_fn(module(batch), batch).
+    """
     if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return tuple(batch[:-1]), {}
+        return (), dict(batch), batch
+    if is_dataclass(batch):
+        return (batch,), {}, batch
+    return tuple(batch[:-1]), {}, batch[-1]

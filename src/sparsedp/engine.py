@@ -528,20 +528,53 @@ class PrivacyEngine:
         reader subtract the noise. An unseeded run that is resumed goes on with fresh randomness, which has the
         same law.
         """
-        module, optimizer, loader = self._parts()
-        optimizer.require_fully_loaded()
+        module, optimizer, _ = self._parts()
+        run, state = self._run, self._state(extra)
         _log.debug("Checkpoint after step %d: %s", self.ledger.steps, os.fspath(path))
-        run, state = self._run, checkpoint.State(
-            plan=self.plan, lineage=self._lineage, model={}, optimizer={}, loader=loader.state_dict(),
-            prepared=optimizer.preparation.state, seed=self._seed, extra=extra or {}, notes=self._notes, order=self._order(),
-        )  # fmt: skip
         if run is None:
-            self._lineage.add(self.ledger)
-            state.model, state.optimizer = module.state_dict(), optimizer.named_state_dict()
-            checkpoint.save(path, state, self._signing_key)
+            checkpoint.save(path, self._whole(state), self._signing_key)
         else:
             self._lineage.add(self.ledger, run.from_rank_0(secrets.token_hex(16)))
             checkpoint_of_several.save(path, state, self._signing_key, run, module, optimizer)
+
+    def checkpoint_dict(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What `save_checkpoint` writes, for a file of the caller's own: plain values and tensors, which `torch.save` takes.
+
+        The tensors are those that are trained, not copies: write them before the next step.
+        """
+        if self._run is not None:
+            raise UnsupportedError(
+                "checkpoint_dict is for one process: several write a checkpoint with save_checkpoint."
+            )
+        return checkpoint.content_of(self._whole(self._state(extra)), self._signing_key)
+
+    def load_checkpoint_dict(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """`load_checkpoint` of what `checkpoint_dict` gave, as it was read from a file."""
+        if self._run is not None:
+            raise UnsupportedError(
+                "load_checkpoint_dict is for one process: several read a checkpoint with load_checkpoint."
+            )
+        state = checkpoint.state_of(
+            {**content, "model": dict(content.get("model", {}))}, "The checkpoint", plan=self.plan, seed=self._seed,
+            key=self._signing_key, order=self._order(),
+        )  # fmt: skip
+        return self._restore(state, None)
+
+    def _state(self, extra: dict[str, Any] | None) -> checkpoint.State:
+        """All of a checkpoint but tensors."""
+        _, optimizer, loader = self._parts()
+        optimizer.require_fully_loaded()
+        return checkpoint.State(
+            plan=self.plan, lineage=self._lineage, model={}, optimizer={}, loader=loader.state_dict(),
+            prepared=optimizer.preparation.state, seed=self._seed, extra=extra or {}, notes=self._notes, order=self._order(),
+        )  # fmt: skip
+
+    def _whole(self, state: checkpoint.State) -> checkpoint.State:
+        """With the tensors, and the ledger as it is now."""
+        module, optimizer, _ = self._parts()
+        self._lineage.add(self.ledger)
+        state.model, state.optimizer = module.state_dict(), optimizer.named_state_dict()
+        return state
 
     def save_state_dict(self, target: str | os.PathLike[str] | IO[bytes]) -> None:
         """Writes the module's state_dict, settled, into one plain file for `torch.load`: the same from one process and several.
@@ -567,10 +600,16 @@ class PrivacyEngine:
             return self._load_checkpoint(path)
 
     def _load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        module, optimizer, loader = self._parts()
         of_several = checkpoint_of_several.is_of_several(path)
         read = checkpoint_of_several.load if of_several else checkpoint.load
         state = read(path, plan=self.plan, seed=self._seed, key=self._signing_key, order=self._order())
+        extra = self._restore(state, path if of_several or self._run is not None else None)
+        _log.debug("Loaded the checkpoint after step %d: %s", self.ledger.steps, os.fspath(path))
+        return extra
+
+    def _restore(self, state: checkpoint.State, path: str | os.PathLike[str] | None) -> dict[str, Any]:
+        """Puts a checkpoint in place that was read and checked; `path`: one that several processes wrote, or read now."""
+        module, optimizer, loader = self._parts()
         if (
             self.plan.frequencies is not None
             and state.prepared.released
@@ -585,7 +624,7 @@ class PrivacyEngine:
         with optimizer.owner.replaced(), self._capture.replacing():
             loaded = leaving.loading(module)
             common = self._lineage.common(state.lineage)
-            if of_several or self._run is not None:
+            if path is not None:
                 copy_tensors = checkpoint_of_several.restore(
                     path, state, common, module, optimizer, self.ledger, loader, self._run
                 )
@@ -604,7 +643,6 @@ class PrivacyEngine:
             loaded()
             if state.plan != self.plan:  # the threshold that the run found on what it released
                 self._replan(state.plan)
-        _log.debug("Loaded the checkpoint after step %d: %s", self.ledger.steps, os.fspath(path))
         return state.extra
 
     def _order(self) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from sparsedp.capture import RepeatedDraws, Replaced, TracedOperation, TracingCa
 from sparsedp.capture.inputs import named_inputs
 from sparsedp.capture.places import place_of
 from sparsedp.check import copied_module, count_units, len_of, map_tensors
+from sparsedp.counting import arguments_of
 from sparsedp.errors import Refusal, SparseDPError, UnsupportedError, one_line
 from sparsedp.fused import replace_fused
 from sparsedp.refusals import refused_parts
@@ -116,10 +117,12 @@ def _batch_of(batch: Any, data_loader: DataLoader | None) -> tuple[Any, int]:
         count = max(2, min(_COLLATED, data_loader.batch_size or _COLLATED))
         batch, units, _ = collate_anew(data_loader, count, examined=isinstance(data_loader, PrivateLoader))
     else:
-        if not isinstance(batch, (Mapping, tuple, list)) or len(batch) < (1 if isinstance(batch, Mapping) else 2):
+        is_sequence = isinstance(batch, (tuple, list)) and len(batch) >= 2
+        if not (is_sequence or (isinstance(batch, Mapping) and batch) or is_dataclass(batch)):
             raise SparseDPError(
-                "A batch is what the loader yields: (inputs..., target), for loss_fn(module(*inputs), target), or a dict, for "
-                f"loss_fn(module(**batch), batch); not {type(batch).__name__}{_length(batch)}."
+                "A batch is what the loader yields: (inputs..., target), for loss_fn(module(*inputs), target), a dict, for "
+                "loss_fn(module(**batch), batch), or an object of a dataclass, for loss_fn(module(batch), batch); not "
+                f"{type(batch).__name__}{_length(batch)}."
             )
         try:
             units = count_units(batch)
@@ -143,7 +146,7 @@ def _run(
     capture: TracingCapture, module: nn.Module, loss_fn: Callable, batch: Any, draws: RepeatedDraws, units: int
 ) -> None:
     """A forward pass and a loss, and a backward pass if nothing was refused before."""
-    args, kwargs, target = ((), batch, batch) if isinstance(batch, Mapping) else (tuple(batch[:-1]), {}, batch[-1])
+    args, kwargs, target = arguments_of(batch)
     _note_inputs(capture, module, args, kwargs, units)
     try:
         capture.attach()

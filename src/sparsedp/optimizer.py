@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Capture, Captured, named_tensors
 from sparsedp.errors import SparseDPError, SparseDPWarning, UnsupportedError
+from sparsedp.movement import Movement
 from sparsedp.noise import GaussianNoise
 from sparsedp.plan import PrivacyPlan
 from sparsedp.preparation import Preparation
@@ -32,7 +33,7 @@ class FirstSteps(Protocol):
     @property
     def watching(self) -> bool: ...
 
-    def see(self, report: StepReport | None) -> None: ...
+    def see(self, report: StepReport | None, unused: Sequence[str]) -> None: ...
 
 
 _DROPPED = 3  # gradients in a row that zero_grad() may drop before somebody is told
@@ -72,7 +73,11 @@ class PrivateOptimizer(Optimizer):
         self.plan = plan
         self.ledger = ledger
         self.preparation = preparation
-        self.private_step = PrivateStep(plan, parameters, tables, inner, noise, ledger, preparation, ranks, held)
+        # Parameters that are divided among processes move where they are.
+        movement = Movement(dict(module.named_parameters()) if ranks is None else {}, inner)
+        self.private_step = PrivateStep(
+            plan, parameters, tables, inner, noise, ledger, preparation, ranks, held, movement
+        )
         self.after_step: list[Callable[[], None]] = []  # called after each logical batch's step
         self.partly_loaded = False  # whether weights are in part those of a checkpoint that is being loaded
         self._parameters = dict(parameters)
@@ -252,7 +257,9 @@ class PrivateOptimizer(Optimizer):
             raise
         if batch.last:
             if watched and self._first_steps is not None:
-                self._first_steps.see(self.last_step)
+                trained = (name for name, parameter in self._parameters.items() if parameter.requires_grad)
+                unused = [name for name in trained if name not in self.private_step.used]
+                self._first_steps.see(self.last_step, unused)
             for told in self.after_step:
                 told()
         return loss
@@ -305,9 +312,30 @@ class PrivateOptimizer(Optimizer):
                 "backward() and step() do all that is needed. A parameter that is to be trained later must be in the "
                 "optimizer, frozen, when make_private is called."
             )
+        with unguarded():
+            self._refuse_other_parameters(leaves)
         held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
         if held != self._names.keys():
             raise UnsupportedError(
                 "The optimizer's parameters are not those that make_private saw. Build it with all of them, frozen ones "
                 "included, before make_private."
+            )
+
+    def _refuse_other_parameters(self, leaves: Sequence[tuple[str, Tensor]]) -> None:
+        """Raises if the module trains others than the optimizer, such as new ones in the places of those of make_private."""
+        private = {id(parameter) for parameter in self._parameters.values()}
+        outside = [name for name, tensor in leaves if tensor.requires_grad and id(tensor) not in private]
+        if outside:
+            raise UnsupportedError(
+                f"Parameter '{outside[0]}' requires a gradient, but the optimizer does not have it: it was added, unfrozen or "
+                "replaced after make_private, and would not be trained. Do so before make_private, and give it to the optimizer, "
+                "or freeze it with requires_grad_(False)."
+            )
+        there = {id(tensor) for _, tensor in leaves}
+        gone = [name for name, parameter in self._parameters.items() if id(parameter) not in there]
+        if gone:
+            raise UnsupportedError(
+                f"The optimizer trains parameter '{gone[0]}' of make_private, which is not in the module any more: another "
+                "tensor is in its place (weights that were tied, an adapter that was merged or loaded?), or none. Change the "
+                "module before make_private."
             )

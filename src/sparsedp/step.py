@@ -28,6 +28,7 @@ from sparsedp.errors import NonFiniteGradientError, SparseDPError, SparseDPWarni
 from sparsedp.gradient import NoisyGradient
 from sparsedp.kernels.loops import LARGEST
 from sparsedp.mechanisms.base import Step
+from sparsedp.movement import Movement
 from sparsedp.noise import SELECTION, GaussianNoise
 from sparsedp.plan import PrivacyPlan
 from sparsedp.preparation import Preparation
@@ -57,12 +58,15 @@ class PrivateStep:
         preparation: Preparation,
         ranks: Ranks | None = None,
         held: Mapping[str, nn.Parameter] | None = None,
+        movement: Movement | None = None,
     ) -> None:
         """`parameters` are the private ones by name, `tables` the tables among them, `inner` the user's own optimizer.
 
         `ranks` are the processes that train together; None: this one trains alone. `held` are the parameters as this process
-        has them in memory and `inner` knows them: of a table that is divided among the ranks a shard, or nothing.
+        has them in memory and `inner` knows them: of a table that is divided among the ranks a shard, or nothing. `movement`
+        looks at the first updates.
         """
+        self._movement = Movement({}, inner) if movement is None else movement
         self.ranks: Ranks = OneRank() if ranks is None else ranks
         self._held = dict(parameters if held is None else held)
         self.plan, self.inner, self.noise, self.ledger, self.preparation = plan, inner, noise, ledger, preparation
@@ -70,7 +74,8 @@ class PrivateStep:
         # Entered around each stage of a step; benchmarks put a stopwatch here.
         self.stage: Callable[[str], AbstractContextManager[Any]] = nullcontext
         self.progress: Progress = no_progress  # told of the settling of a large table
-        self.counts_touches = False  # whether the report of a step has them
+        self.counts_touches = False  # whether the report of a step has them, and `used` is kept
+        self.used: set[str] = set()  # parameters that gradients of units came to
         self._parameters = dict(parameters)
         self._buffers: dict[str, Tensor] = {}  # of gradients, from step to step
         self._digests: tuple[str, ...] | None = None  # of the terms that each physical batch has; None before the first
@@ -254,6 +259,7 @@ class PrivateStep:
         if self.counts_touches:
             rows, _, at = touched_pairs(captured, gradient.space)
             self._tally.add_touches(gradient.space, rows, at)
+            self.used |= captured.uses.keys()
         weights = self.plan.clipping.factors(norms) * (self._scale(captured) / self.plan.divisor)
         with self.stage("sums"):
             gradient.add(captured, touched, slots, captured.each(weights))
@@ -370,8 +376,12 @@ class PrivateStep:
             with self.stage("update"):
                 with unguarded():
                     sparse = self.hand_over(gradient)
+                    seen = self._movement.before()
+                    given = {name: parameter.grad for name, parameter in self._held.items()} if seen else {}
                 with _without_warnings() if sparse else nullcontext():
                     self.inner.step()  # guarded: somebody's hooks may read the weights
+                with unguarded():
+                    self._movement.after(seen, given)
         finally:
             self.drop_gradients()
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ import transformers
 
 import sparsedp
 from sparsedp.errors import CheckpointError, UnsupportedError
+from sparsedp.integrations.training_arguments import DECIDED, fields_of
+from sparsedp.integrations.training_arguments import REFUSED as REASONS
 from sparsedp.integrations.transformers import PrivateTrainer, loss_kind, refuse_arguments
 from sparsedp.integrations.unit_losses import IGNORED, LABELS, losses_of_units
 from sparsedp.settings import PrivacySettings
@@ -56,7 +61,7 @@ def arguments(folder: Path, **changed: Any) -> transformers.TrainingArguments:
 def trainer(folder: Path, model: nn.Module | None = None, data: Any = None, **changed: Any) -> PrivateTrainer:
     own = {
         name: changed.pop(name)
-        for name in ("privacy", "target_epsilon", "log_training_loss", "seed")
+        for name in ("privacy", "target_epsilon", "log_training_loss", "seed", "eval_dataset")
         if name in changed
     }
     noise = {} if "target_epsilon" in own else {"noise_multiplier": 1.0}
@@ -323,6 +328,11 @@ REFUSED = {
     "include_num_input_tokens_seen": {"include_num_input_tokens_seen": "all"},
     "load_best_model_at_end": {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 3},
     "save_only_model": {"save_only_model": True},
+    "max_grad_norm": {"max_grad_norm": 0.5}, "data_seed": {"data_seed": 7},
+    "accelerator_config.split_batches": {"accelerator_config": {"split_batches": True}},
+    "accelerator_config.gradient_accumulation_kwargs": {"gradient_accumulation_steps": 1, "accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
+    "optim": {"optim": "lomo"},
+    "optim_target_modules": {"optim": "galore_adamw", "optim_target_modules": ["query"]},
 }  # fmt: skip
 
 
@@ -332,7 +342,35 @@ def test_what_would_break_the_guarantee_is_refused_by_name(tmp_path: Path, name:
         trainer(tmp_path, **REFUSED[name])
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp", "fp16", "use_liger_kernel"])
+def test_every_argument_was_decided_about(tmp_path: Path) -> None:
+    """A new transformers may add some: decide whether they are refused, and add them to training_arguments.py."""
+    fields = {field.name for field in fields_of(transformers.TrainingArguments)}
+    assert fields <= DECIDED, fields - DECIDED
+    assert len(fields) > 100
+    assert {name.partition(".")[0] for name in REASONS} <= fields
+
+
+def test_an_argument_that_nobody_decided_about_is_refused_where_it_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sparsedp.integrations import training_arguments
+
+    monkeypatch.setattr(training_arguments, "DECIDED", DECIDED - {"torch_empty_cache_steps"})
+    trainer(tmp_path)
+    with pytest.raises(UnsupportedError, match="torch_empty_cache_steps is new"):
+        trainer(tmp_path, torch_empty_cache_steps=4)
+
+
+def test_settings_of_the_environment_are_refused(tmp_path: Path) -> None:
+    private = trainer(tmp_path)
+    private.accelerator.gradient_accumulation_steps = 2
+    with pytest.raises(UnsupportedError, match="gradient_accumulation_steps=2"):
+        private.train()
+
+
+@pytest.mark.parametrize(
+    "name", ["deepspeed", "fsdp", "fp16", "tf32", "use_liger_kernel", "parallelism_config", "enable_jit_checkpoint"]
+)
 def test_what_cannot_be_set_up_here_is_refused_by_name(tmp_path: Path, name: str) -> None:
     args = arguments(tmp_path)
     setattr(args, name, True)
@@ -376,3 +414,282 @@ def test_adapters_and_saved_modules_move_and_nothing_else(tmp_path: Path) -> Non
         value, trained = before[name]
         assert torch.equal(value, parameter.detach()) != trained, name
     assert any("word_embeddings.modules_to_save" in name for name, (_, trained) in before.items() if trained)
+
+
+@pytest.mark.parametrize("bias", ["modules_to_save", "requires_grad"])
+def test_adapters_with_word_embeddings_train_are_saved_and_loaded(tmp_path: Path, bias: str) -> None:
+    """The paper's set-up: LoRA in attention, and the word embeddings trained beside it."""
+    peft = pytest.importorskip("peft")
+    saved = ["word_embeddings", "classifier"] if bias == "modules_to_save" else ["classifier"]
+
+    def adapted() -> nn.Module:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"], modules_to_save=saved)
+        model = peft.get_peft_model(classifier(), config)
+        if bias == "requires_grad":
+            model.get_input_embeddings().weight.requires_grad_(True)
+        return model
+
+    model = adapted()
+    privacy = PrivacySettings(max_grad_norm=1.0, mechanism=sparsedp.AdaFEST(threshold=1.0))
+    private = trainer(tmp_path, model, privacy=privacy)
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in model.named_parameters()}
+    private.train()
+    moved = {name for name, p in model.named_parameters() if not torch.equal(before[name][0], p.detach())}
+    assert moved == {name for name, (_, trained) in before.items() if trained}
+    assert any("word_embeddings" in name for name in moved)
+    resumed = trainer(tmp_path, adapted(), privacy=privacy)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert all(torch.equal(value, weights_of(resumed.model)[name]) for name, value in weights_of(model).items())
+    if bias == "requires_grad":  # PEFT saves what it knows of: adapters, modules_to_save, and embeddings if told so
+        model.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+        safetensors = pytest.importorskip("safetensors.torch")
+        written = safetensors.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+        (name,) = [name for name in written if "word_embeddings" in name]
+        assert torch.equal(written[name], model.get_input_embeddings().weight.detach())
+    else:
+        private.save_model(str(tmp_path / "adapter"))
+        loaded = peft.PeftModel.from_pretrained(classifier(), tmp_path / "adapter")
+        private.engine.close()
+        batch = torch.tensor([row["input_ids"] for row in examples(4)])
+        with torch.no_grad():
+            one, other = model.eval()(batch).logits, loaded.eval()(batch).logits
+        torch.testing.assert_close(one, other)
+        merged = loaded.merge_and_unload()
+        with torch.no_grad():
+            torch.testing.assert_close(merged.eval()(batch).logits, one)
+
+
+def test_a_merged_adapter_that_would_train_nothing_is_named(tmp_path: Path) -> None:
+    """Merged into the weights that it stands beside, an adapter takes no part in forward, and noise alone would move it."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+    model = peft.get_peft_model(classifier(), config)
+    model.merge_adapter()
+    private = trainer(tmp_path, model, num_train_epochs=6, save_strategy="no")
+    with pytest.warns(sparsedp.UtilityWarning, match=r"no gradient came to parameter .*lora_A"):
+        private.train()
+
+
+def test_adapters_that_are_merged_away_while_training_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
+    model = peft.get_peft_model(classifier(), config)
+
+    class Merges(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            if state.global_step == 2:
+                model.merge_and_unload()
+
+    private = trainer(tmp_path, model, save_strategy="no")
+    private.add_callback(Merges())
+    with pytest.raises(UnsupportedError, match=r"lora_A.* which is not in the module any more"):
+        private.train()
+    assert private.engine.ledger.steps == 2
+
+
+def test_an_adapter_on_the_embedding_and_a_tied_head(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = model_of("ForCausalLM")
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["wte", "c_attn"], init_lora_weights=False)
+    adapted = peft.get_peft_model(model, config)
+    private = trainer(tmp_path, adapted, labelled("ForCausalLM"), save_strategy="no")
+    before = {name: (p.detach().clone(), p.requires_grad) for name, p in adapted.named_parameters()}
+    private.train()
+    for name, parameter in adapted.named_parameters():
+        assert torch.equal(before[name][0], parameter.detach()) != before[name][1], name
+    assert any("lora_embedding_A" in name for name, (_, trained) in before.items() if trained)
+
+
+# ---------------------------------------------------------------------- attacks on the loop
+
+
+def test_a_search_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="hyperparameter_search trains many times"):
+        trainer(tmp_path).hyperparameter_search(n_trials=2)
+
+
+class DividesByTheBatch(PrivateTrainer):
+    """Scales the loss by the labelled tokens of all units."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        losses = nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
+        return (losses * inputs["labels"]).sum() / inputs["labels"].sum()
+
+
+class Weighs(PrivateTrainer):
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        assert num_items_in_batch is None
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+        losses = nn.functional.cross_entropy(logits, inputs["labels"], reduction="none")
+        return (losses * (1 + inputs["labels"])).mean()
+
+
+def made(kind: type[PrivateTrainer], folder: Path, model: nn.Module | None = None, **keywords: Any) -> PrivateTrainer:
+    return kind(
+        classifier() if model is None else model, arguments(folder, save_strategy="no"), train_dataset=examples(),
+        privacy=PrivacySettings(max_grad_norm=1.0), engine=sparsedp.PrivacyEngine(seed=3), noise_multiplier=1.0, **keywords,
+    )  # fmt: skip
+
+
+def test_a_loss_of_a_subclass_that_mixes_units_is_refused_before_training(tmp_path: Path) -> None:
+    private = made(DividesByTheBatch, tmp_path)
+    before = weights_of(private.model)
+    with pytest.raises(sparsedp.SparseDPError):
+        private.train()
+    assert private.engine.ledger.steps == 0
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(private.model).items())
+
+
+def test_a_loss_of_a_subclass_that_keeps_them_apart_trains_and_is_on_record(tmp_path: Path) -> None:
+    private = made(Weighs, tmp_path)
+    private.train()
+    assert private.engine.ledger.steps == 10
+    assert "no check is on record" not in str(private.statement())
+
+
+def test_a_loss_function_of_the_user_is_checked(tmp_path: Path) -> None:
+    def mixes(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+        return nn.functional.cross_entropy(outputs.logits - outputs.logits.mean(0), labels)
+
+    with pytest.raises(sparsedp.SparseDPError):
+        made(PrivateTrainer, tmp_path, compute_loss_func=mixes).train()
+
+    def apart(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+        return nn.functional.cross_entropy(outputs.logits, labels)
+
+    private = made(PrivateTrainer, tmp_path, compute_loss_func=apart)
+    private.train()
+    assert private.engine.ledger.steps == 10
+
+
+def test_a_callback_that_takes_steps_of_its_own_is_refused(tmp_path: Path) -> None:
+    class Steps(transformers.TrainerCallback):
+        def on_step_end(self, *arguments: Any, optimizer: Any, **keywords: Any) -> None:
+            optimizer.step()
+
+    class Learns(transformers.TrainerCallback):
+        """On data of its own, by the optimizer's own rule."""
+
+        def on_step_begin(self, *arguments: Any, model: Any, optimizer: Any, **keywords: Any) -> None:
+            model(torch.tensor([[5, 6]]), labels=torch.tensor([1])).loss.backward()
+            optimizer.inner.step()
+
+    class LearnsBefore(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *arguments: Any, model: Any, **keywords: Any) -> None:
+            model(torch.tensor([[5, 6]]), labels=torch.tensor([1])).loss.backward()
+
+    for callback, message in ((Steps, "already had its step"), (LearnsBefore, "units")):
+        with pytest.raises(sparsedp.SparseDPError, match=message):
+            made(PrivateTrainer, tmp_path, callbacks=[callback()]).train()
+    # The inner optimizer has no gradient to take: what was computed beside the step moves nothing.
+    private = made(PrivateTrainer, tmp_path, callbacks=[Learns()])
+    before = weights_of(private.model)
+    with pytest.raises(sparsedp.SparseDPError):
+        private.train()
+    assert all(torch.equal(value, before[name]) for name, value in weights_of(private.model).items())
+
+
+def test_a_callback_may_change_the_rate(tmp_path: Path) -> None:
+    class Stops(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, *arguments: Any, optimizer: Any, **keywords: Any) -> None:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.0
+
+    private = made(PrivateTrainer, tmp_path, callbacks=[Stops()])
+    schedule = torch.optim.lr_scheduler.LambdaLR
+    private.create_scheduler = lambda *a, **k: setattr(  # type: ignore[method-assign]
+        private, "lr_scheduler", schedule(private.optimizer.inner, lambda step: float(step == 0))
+    )
+    private.train()
+    one = made(PrivateTrainer, tmp_path)
+    one.args.max_steps = 1
+    one.train()
+    assert private.engine.ledger.steps == 10 and one.engine.ledger.steps == 1
+    # The schedule of `one` starts at the same rate.
+    for name, value in weights_of(one.model).items():
+        torch.testing.assert_close(value, weights_of(private.model)[name])
+
+
+def test_evaluation_during_training_sees_settled_weights(tmp_path: Path) -> None:
+    pending = []
+
+    class Looks(transformers.TrainerCallback):
+        def on_evaluate(self, *arguments: Any, metrics: Any, **keywords: Any) -> None:
+            held_out = torch.tensor([row["input_ids"] for row in examples(8)]), torch.tensor([0, 1] * 4)
+            copied = classifier()
+            copied.load_state_dict(weights_of(private.model))
+            copied.eval()
+            with torch.no_grad():
+                wanted = copied(held_out[0], labels=held_out[1]).loss.item()
+            assert metrics["eval_loss"] == pytest.approx(wanted, abs=1e-6)
+            pending.append(metrics["eval_loss"])
+
+    private = trainer(
+        tmp_path, privacy=PrivacySettings(max_grad_norm=1.0, mechanism=sparsedp.LazyDP()), save_strategy="no",
+        eval_strategy="steps", eval_steps=3, eval_dataset=examples(8),
+    )  # fmt: skip
+    private.add_callback(Looks())
+    private.train()
+    assert len(pending) >= 3 and len(set(pending)) == len(pending)
+    predicted = private.predict(examples(8))
+    assert predicted.metrics["test_loss"] == pytest.approx(pending[-1], abs=1e-7)
+
+
+class SubtractsTheMean(transformers.BertForSequenceClassification):
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, labels: Any = None) -> Any:
+        out = super().forward(input_ids, attention_mask)
+        out.logits = out.logits - out.logits.mean(0)
+        out["loss"] = nn.functional.cross_entropy(out.logits, labels)
+        return out
+
+
+def test_a_refusal_names_the_line_of_the_users_file(tmp_path: Path) -> None:
+    config = transformers.BertConfig(**SMALL, max_position_embeddings=16)
+    with pytest.raises(sparsedp.SparseDPError) as caught:
+        made(PrivateTrainer, tmp_path, SubtractsTheMean(config)).train()
+    text = Path(__file__).read_text().splitlines()
+    line = next(n for n, row in enumerate(text, 1) if "out.logits - out.logits.mean(0)" in row)
+    assert f"{Path(__file__).name}:{line}" in str(caught.value).replace(", line ", ":").replace('"', "")
+
+
+def test_a_model_without_anything_to_train_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="nothing to train"):
+        made(PrivateTrainer, tmp_path, classifier().requires_grad_(False)).train()
+
+
+PROGRAM = """
+import os, signal, sys
+sys.path[:0] = [{tests!r}, {here!r}]
+from pathlib import Path
+import test_transformers as t
+
+class Killed(t.transformers.TrainerCallback):
+    def on_step_begin(self, args, state, control, **keywords):
+        if state.global_step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+private = t.trainer(Path(sys.argv[1]))
+private.add_callback(Killed())
+private.train()
+"""
+
+
+def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    program = PROGRAM.format(tests=str(here.parent), here=str(here))
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    resumed = trainer(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    weights, engine = plain_loop(2 * SIZE // BATCH)
+    for name, value in weights_of(resumed.model).items():
+        assert torch.equal(value, weights[name]), name
+    assert resumed.engine.ledger.steps == engine.ledger.steps
+    assert resumed.engine.get_epsilon(1e-3) == engine.get_epsilon(1e-3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from sparsedp.check import CheckReport, check
 from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
+from sparsedp.integrations.training_arguments import refuse_arguments
 from sparsedp.integrations.unit_losses import LABELS, losses_of_units, reduced
 from sparsedp.plan import default_delta
 from sparsedp.sampling import PrivateLoader
@@ -42,33 +44,6 @@ _LOCAL = {
     "all",
 }  # where the loss of the training data may be logged to; "all" is resolved before
 _LOSSES = ("loss", "train_loss")
-
-_ROUNDS = "types below float32 round a unit's gradient by the others'; train in float32"
-_EVALUATES = "it would change the type of the weights that are trained"
-_REDUCES = "it adds up gradients that are not clipped"
-_HIDES = "capture would not see the uses of parameters"
-_REFUSED = {  # arguments, and why they are refused
-    "fp16": _ROUNDS,
-    "bf16": _ROUNDS,
-    "fp16_full_eval": _EVALUATES,
-    "bf16_full_eval": _EVALUATES,
-    "train_sampling_strategy": "batches are Poisson samples; leave it at 'random'",
-    "accelerator_config.dispatch_batches": "the private loader reads by itself",
-    "deepspeed": _REDUCES,
-    "fsdp": _REDUCES,
-    "torch_compile": _HIDES,
-    "neftune_noise_alpha": "its noise depends on the lengths of all texts of a batch",
-    "gradient_checkpointing": "capture sees a use of a parameter once; lower per_device_train_batch_size to save memory",
-    "label_smoothing_factor": "it divides by the valid tokens of the whole batch",
-    "use_liger_kernel": _HIDES,
-    "auto_find_batch_size": "the expected batch size is public; lower per_device_train_batch_size to save memory",
-    "dataloader_drop_last": "Poisson samples have no last batch",
-    "include_num_input_tokens_seen": "a count of the data's tokens would leave with the trainer's state",
-    "load_best_model_at_end": "weights would come back without their ledger; load the checkpoint you choose after training",
-    "save_only_model": "a checkpoint without the ledger cannot be resumed; save_model() writes the model alone",
-    "hub_strategy": "checkpoints hold private state; push the model alone",
-    "enable_jit_checkpoint": "it would write in the middle of a step",
-}
 
 logger = logging.get_logger(__name__)
 
@@ -118,7 +93,8 @@ class PrivateTrainer(Trainer):
         super().__init__(model, args, *positional, **keywords)
         self.privacy, self.engine = privacy, PrivacyEngine() if engine is None else engine
         self.target_epsilon, self.target_delta, self.noise_multiplier = target_epsilon, target_delta, noise_multiplier
-        remote = sorted(set(args.report_to) - _LOCAL)
+        # The Hub gets a model card with the losses, and the files of TensorBoard.
+        remote = sorted(set(args.report_to) - _LOCAL) + (["the Hub"] if args.push_to_hub else [])
         self._logs_loss = log_training_loss and not remote
         if remote and log_training_loss:
             logger.warning(
@@ -143,6 +119,15 @@ class PrivateTrainer(Trainer):
         return self._loader
 
     def _make_private(self) -> None:
+        accelerator = self.accelerator
+        if accelerator.mixed_precision not in ("no", None) or accelerator.gradient_accumulation_steps != 1:
+            raise UnsupportedError(
+                f"accelerate is set to mixed_precision={accelerator.mixed_precision!r} and "
+                f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} (ACCELERATE_... in the environment?). "
+                "Private training takes float32, and divides batches by TrainingArguments.gradient_accumulation_steps."
+            )
+        if self.compute_loss_func is not None or type(self).compute_loss is not PrivateTrainer.compute_loss:
+            self.check()
         loader, optimizer = self._ordinary_loader(), self.create_optimizer()
         settings = {field.name: getattr(self.privacy, field.name) for field in fields(self.privacy)}
         settings["max_physical_batch"] = (
@@ -167,6 +152,29 @@ class PrivateTrainer(Trainer):
         _, self.optimizer, self._loader = made
         self._loader.warns_of_cuts = False  # the loop counts logical batches, and may end at max_steps
         self.callback_handler.train_dataloader = self._loader
+
+    def check(self, units: int = 4) -> CheckReport:
+        """`sparsedp.check` of the model and of `compute_loss` on some of the training data; the statement then has it.
+
+        A run whose loss is not one of this class's starts with it: a loss that divides by what all units of a batch have
+        together is computed outside of the model, where capture does not look. It works on copies of the model in float64.
+        """
+        if self._loader is not None:
+            raise SparseDPError("check() is for a trainer that has not trained yet: afterwards, the model is private.")
+        loader = self._ordinary_loader()
+        with torch.random.fork_rng(devices=[]):
+            batch = loader.collate_fn([loader.dataset[i] for i in range(min(2 * units, self._units(loader.dataset)))])
+        was_training = self.model.training
+        self.model.train()
+        try:
+            whole = _Whole(self.model, lambda model, inputs: self.compute_loss(model, dict(inputs)))
+            report = check(
+                whole, lambda loss, _: loss, dict(batch), units=units, loss_reduction=self.privacy.loss_reduction
+            )
+        finally:
+            self.model.train(was_training)
+        self.engine.add_check(report)
+        return report
 
     def _units(self, dataset: Any) -> int:
         users = self.privacy.users_of(dataset)
@@ -195,6 +203,8 @@ class PrivateTrainer(Trainer):
             pin_memory=self.args.dataloader_pin_memory and torch.cuda.is_available(),
             persistent_workers=self.args.dataloader_persistent_workers,
             prefetch_factor=self.args.dataloader_prefetch_factor,
+            multiprocessing_context=self.args.dataloader_multiprocessing_context,
+            in_order=self.args.dataloader_in_order,
         )
 
     # ------------------------------------------------------------------ the loop
@@ -290,6 +300,12 @@ class PrivateTrainer(Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # a count of the data's tokens would leave with the trainer's state
 
+    def hyperparameter_search(self, *args: Any, **keywords: Any) -> Any:
+        raise UnsupportedError(
+            "hyperparameter_search trains many times on private data, and what choosing among the runs costs would not be in any "
+            "ledger. `sparsedp sweep --private` pays for a search (docs/tuning.md)."
+        )
+
     # ------------------------------------------------------------------ what is written
 
     def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
@@ -317,6 +333,17 @@ class PrivateTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str) -> None:
         extra = self.engine.load_checkpoint(os.path.join(checkpoint, _ENGINE_FILE))
         self.lr_scheduler.load_state_dict(extra["scheduler"])
+
+
+class _Whole(nn.Module):
+    """A model together with what makes its loss."""
+
+    def __init__(self, model: nn.Module, compute_loss: Callable[[nn.Module, Mapping[str, Any]], Tensor]) -> None:
+        super().__init__()
+        self.model, self.compute_loss = model, compute_loss
+
+    def forward(self, **inputs: Any) -> Tensor:
+        return self.compute_loss(self.model, inputs)
 
 
 class _Parts:
@@ -371,39 +398,3 @@ def last_whole_checkpoint(output_dir: str) -> str:
     if not whole:
         raise CheckpointError(f"No whole checkpoint was found in {output_dir}.")
     return max(whole, key=lambda path: int(steps[path]))
-
-
-def refuse_arguments(args: TrainingArguments) -> None:
-    """Raises for what would break the guarantee, or what would be ignored."""
-    accelerator = args.accelerator_config
-    dispatches = accelerator is not None and getattr(accelerator, "dispatch_batches", None)
-    strategy = str(getattr(args, "train_sampling_strategy", "random")).rpartition(".")[2].lower()
-    wanted = {
-        "fp16": args.fp16,
-        "bf16": args.bf16,
-        "fp16_full_eval": args.fp16_full_eval,
-        "bf16_full_eval": args.bf16_full_eval,
-        "train_sampling_strategy": strategy not in ("random", "sequential"),
-        "accelerator_config.dispatch_batches": dispatches,
-        "deepspeed": args.deepspeed,
-        "fsdp": args.fsdp,
-        "torch_compile": args.torch_compile,
-        "neftune_noise_alpha": args.neftune_noise_alpha,
-        "gradient_checkpointing": args.gradient_checkpointing,
-        "label_smoothing_factor": args.label_smoothing_factor,
-        "use_liger_kernel": args.use_liger_kernel,
-        "auto_find_batch_size": args.auto_find_batch_size,
-        "dataloader_drop_last": args.dataloader_drop_last,
-        "include_num_input_tokens_seen": str(args.include_num_input_tokens_seen) not in ("no", "False"),
-        "load_best_model_at_end": args.load_best_model_at_end,
-        "save_only_model": args.save_only_model and args.save_strategy != "no",
-        "hub_strategy": args.push_to_hub and "checkpoint" in str(args.hub_strategy).lower(),
-        "enable_jit_checkpoint": getattr(args, "enable_jit_checkpoint", False),
-    }
-    for name, is_wanted in wanted.items():
-        if is_wanted:
-            raise UnsupportedError(f"TrainingArguments.{name} is not available in private training: {_REFUSED[name]}.")
-    if args.world_size > 1 or args.n_gpu > 1:
-        raise UnsupportedError(
-            "PrivateTrainer trains in one process on one device. For tables that outgrow it, see docs/distributed.md."
-        )

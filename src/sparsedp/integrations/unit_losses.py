@@ -23,7 +23,8 @@ def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
     `logits` are (B, L, V) and `labels` (B, L), IGNORED where a token has no loss.
     """
     valid = labels != IGNORED
-    losses = cross_entropy(logits.float().transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    losses = cross_entropy(logits.transpose(1, 2), labels, reduction="none", ignore_index=IGNORED)
     return (losses * valid).sum(1) / valid.sum(1).clamp(min=1)
 
 

@@ -152,6 +152,11 @@ class PrivateLoader(DataLoader[Any]):
         return self._next.epoch
 
     @property
+    def left_of_epoch(self) -> int:
+        """Logical batches that the next pass yields: none after loading a checkpoint that was saved at an epoch's last one."""
+        return self.steps_per_epoch - self._next.position
+
+    @property
     def next_span(self) -> int | None:
         """The span of the stream that the next pass starts with; None without a stream."""
         return next((number for number, _ in self._draws.logical(self._next)), self._draws.spans[0].number)

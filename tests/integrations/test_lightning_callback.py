@@ -1,0 +1,439 @@
+"""PrivacyCallback: the plain loop's run with an ordinary LightningModule, killed and resumed, and what is refused."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+import sparsedp
+from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
+from sparsedp.settings import PrivacySettings
+from support import Clicks, clicks, loader_of
+
+lightning = pytest.importorskip("pytorch_lightning")
+
+PrivacyCallback = pytest.importorskip("sparsedp.integrations.lightning").PrivacyCallback
+
+pytestmark = pytest.mark.models
+
+SIZE, BATCH = 40, 8  # five steps an epoch
+SETTINGS = PrivacySettings(max_grad_norm=1.0)
+
+
+class Ordinary(lightning.LightningModule):
+    """Nothing in it knows of privacy."""
+
+    momentum = 0.9
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = Clicks()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.dropout(self.model(*inputs)[:, None])[:, 0]
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        *inputs, target = batch
+        loss = binary_cross_entropy_with_logits(self(*inputs), target)
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(target))
+        return loss
+
+    def validation_step(self, batch: list[Tensor], index: int) -> None:
+        *inputs, target = batch
+        self.log("val_loss", binary_cross_entropy_with_logits(self(*inputs), target), batch_size=len(target))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def trainer_of(folder: Path, *callbacks: Any, **changed: Any) -> Any:
+    given = {
+        "max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_checkpointing": bool(callbacks[1:]),
+        "enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": folder, "log_every_n_steps": 1,
+    }  # fmt: skip
+    return lightning.Trainer(callbacks=list(callbacks), **{**given, **changed})
+
+
+def callback_of(**changed: Any) -> Any:
+    noise = {} if "target_epsilon" in changed else {"noise_multiplier": 1.0}
+    return PrivacyCallback(**{"settings": SETTINGS, "engine": sparsedp.PrivacyEngine(seed=3), **noise, **changed})
+
+
+def data() -> Any:
+    return loader_of(*clicks(SIZE), batch_size=BATCH)
+
+
+def fit(
+    folder: Path, *others: Any, ckpt_path: Any = None, callback: Any = None, **changed: Any
+) -> tuple[Any, Any, Any]:
+    callback, module = callback_of() if callback is None else callback, Ordinary()
+    trainer = trainer_of(folder, callback, *others, **changed)
+    trainer.fit(module, data(), loader_of(*clicks(16, seed=5), batch_size=8), ckpt_path=ckpt_path)
+    return callback, module, trainer
+
+
+def plain(epochs: int = 2, **settings: Any) -> tuple[Ordinary, sparsedp.PrivacyEngine]:
+    """The loop that a user would write."""
+    module, engine = Ordinary(), sparsedp.PrivacyEngine(seed=3)
+    inner = torch.optim.SGD(module.parameters(), lr=0.1, momentum=module.momentum)
+    _, optimizer, loader = engine.make_private(
+        module=module, optimizer=inner, data_loader=data(), noise_multiplier=1.0, max_grad_norm=1.0, **settings
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(inner, lambda step: 1 / (1 + step))
+    for _ in range(epochs):
+        for *inputs, target in loader:
+            optimizer.zero_grad()
+            binary_cross_entropy_with_logits(module(*inputs), target).backward()
+            optimizer.step()
+            if loader.current.last:
+                schedule.step()
+    return module, engine
+
+
+def assert_same(one: nn.Module, other: nn.Module) -> None:
+    for name, value in one.state_dict().items():
+        assert torch.equal(value, other.state_dict()[name]), name
+
+
+@pytest.mark.parametrize("max_physical_batch", [None, 3])
+@pytest.mark.parametrize("mechanism", [sparsedp.DPSGD(), sparsedp.LazyDP(), sparsedp.AdaFEST(threshold=1.0)], ids=str)
+def test_it_trains_as_the_plain_loop_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mechanism: sparsedp.Mechanism, max_physical_batch: int | None
+) -> None:
+    settings = PrivacySettings(max_grad_norm=1.0, mechanism=mechanism)
+    if mechanism.selects:
+        monkeypatch.setattr(Ordinary, "momentum", 0.0)
+    # An evaluation reads all rows, which lets LazyDP settle them, in other numbers of the same law.
+    evaluates = {"limit_val_batches": 0, "num_sanity_val_steps": 0} if mechanism.noise_waits else {}
+    callback, module, trainer = fit(
+        tmp_path, callback=callback_of(settings=settings, max_physical_batch=max_physical_batch), **evaluates
+    )
+    wanted, engine = plain(mechanism=mechanism, max_physical_batch=max_physical_batch)
+    assert_same(wanted, module)
+    assert callback.engine.ledger.steps == engine.ledger.steps == trainer.global_step == 10
+    assert callback.engine.get_epsilon(1e-3) == engine.get_epsilon(1e-3)
+    assert trainer.callback_metrics["epsilon"] == pytest.approx(callback.epsilon())
+
+
+class SaveAt(lightning.Callback):
+    """Writes after some steps, in the middle of an epoch and at its end."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"step{trainer.global_step}.ckpt")
+
+
+@pytest.mark.parametrize("max_physical_batch", [None, 3])
+@pytest.mark.parametrize("lazy", [False, True], ids=["dpsgd", "lazydp"])
+def test_resumed_runs_end_as_the_whole_one(tmp_path: Path, lazy: bool, max_physical_batch: int | None) -> None:
+    mechanism: sparsedp.Mechanism = sparsedp.LazyDP() if lazy else sparsedp.DPSGD()
+
+    def callback() -> Any:
+        settings = PrivacySettings(max_grad_norm=1.0, mechanism=mechanism)
+        return callback_of(settings=settings, max_physical_batch=max_physical_batch)
+
+    at_end = lightning.callbacks.ModelCheckpoint(
+        tmp_path, filename="end{epoch}", auto_insert_metric_name=False, save_top_k=-1
+    )
+    whole, module, _ = fit(tmp_path, at_end, SaveAt(tmp_path), callback=callback())
+    for name in ("step1", "step4", "step5", "step6", "end0", "step9", "step10"):
+        resumed, other, trainer = fit(
+            tmp_path / name, SaveAt(tmp_path / name), callback=callback(), ckpt_path=tmp_path / f"{name}.ckpt"
+        )
+        assert resumed.engine.ledger.steps == trainer.global_step == 10, name
+        assert_same(module, other)
+        assert resumed.engine.get_epsilon(1e-3) == whole.engine.get_epsilon(1e-3)
+
+
+def test_max_steps_and_max_epochs_decide_the_plan(tmp_path: Path) -> None:
+    for limits, steps in (
+        ({"max_epochs": 2}, 10),
+        ({"max_steps": 7, "max_epochs": -1}, 7),
+        ({"max_steps": 30, "max_epochs": 1}, 5),
+    ):
+        callback, _, _ = fit(tmp_path, callback=callback_of(target_epsilon=2.0, target_delta=1e-3), **limits)
+        assert callback.engine.ledger.steps == callback.engine.plan.steps == steps
+        assert 1.9 < callback.epsilon() <= 2.0
+    with pytest.raises(UnsupportedError, match="max_epochs or max_steps"):
+        fit(tmp_path, callback=callback_of(target_epsilon=2.0), max_epochs=-1)
+
+
+def test_a_checkpoint_has_settled_weights_once_and_the_ledger(tmp_path: Path) -> None:
+    settings = PrivacySettings(max_grad_norm=1.0, mechanism=sparsedp.LazyDP())
+    callback, module, trainer = fit(tmp_path, callback=callback_of(settings=settings))
+    before = Ordinary().state_dict()["model.table.weight"]
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)
+    table = saved["state_dict"]["model.table.weight"]
+    assert (table != before).any(1).all()  # also rows that no example has
+    assert table.data_ptr() == saved["sparsedp"]["model"]["model.table.weight"].data_ptr()
+    assert Ordinary.load_from_checkpoint(tmp_path / "last.ckpt").model.table.weight.equal(table)
+    assert callback.engine.pending() == {"model.table.weight": 0} or not any(callback.engine.pending().values())
+
+
+def test_a_checkpoint_without_a_ledger_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    trainer.fit(Ordinary(), data())
+    trainer.save_checkpoint(tmp_path / "public.ckpt")
+    with pytest.raises(CheckpointError, match="no ledger"):
+        fit(tmp_path, ckpt_path=tmp_path / "public.ckpt")
+
+
+def test_a_checkpoint_of_another_plan_is_refused(tmp_path: Path) -> None:
+    _, _, trainer = fit(tmp_path)
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
+    with pytest.raises(CheckpointError, match=r"another plan: .*noise"):
+        fit(tmp_path, callback=callback_of(noise_multiplier=0.5), ckpt_path=tmp_path / "last.ckpt", max_epochs=3)
+
+
+PROGRAM = """
+import sys, os, signal
+sys.path[:0] = [{tests!r}, {here!r}]
+from pathlib import Path
+import test_lightning_callback as t
+
+class Killed(t.lightning.Callback):
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+folder = Path(sys.argv[1])
+saves = t.lightning.callbacks.ModelCheckpoint(folder, filename="kept", every_n_train_steps=3, save_top_k=1, enable_version_counter=False)
+t.fit(folder, saves, Killed())
+"""
+
+
+def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    program = PROGRAM.format(tests=str(here.parent), here=str(here))
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    resumed, module, trainer = fit(tmp_path, ckpt_path=tmp_path / "kept.ckpt")
+    wanted, engine = plain()
+    assert trainer.global_step == 10
+    assert_same(wanted, module)
+    assert resumed.engine.ledger.steps == engine.ledger.steps
+    assert resumed.engine.get_epsilon(1e-3) == engine.get_epsilon(1e-3)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "precision": {"precision": "bf16-mixed"},
+    "accumulate_grad_batches": {"accumulate_grad_batches": 2},
+    "gradient_clip_val": {"gradient_clip_val": 1.0},
+    "overfit_batches": {"overfit_batches": 2},
+    "limit_train_batches": {"limit_train_batches": 3},
+    "reload_dataloaders_every_n_epochs": {"reload_dataloaders_every_n_epochs": 1},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_settings_of_the_trainer_that_do_not_fit_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"Trainer\({name}=...\) is not available"):
+        fit(tmp_path, **REFUSED[name])
+
+
+def test_several_devices_are_refused(tmp_path: Path) -> None:
+    class Trainer:
+        precision, accumulate_grad_batches, gradient_clip_val, gradient_clip_algorithm = "32-true", 1, None, None
+        overfit_batches, limit_train_batches, fast_dev_run, reload_dataloaders_every_n_epochs = 0.0, 1.0, False, 0
+        world_size, strategy, callbacks = 2, type("DDPStrategy", (), {})(), ()
+
+    refuse_trainer = pytest.importorskip("sparsedp.integrations.lightning").refuse_trainer
+
+    with pytest.raises(UnsupportedError, match="not with DDPStrategy on 2"):
+        refuse_trainer(Trainer(), Ordinary())
+
+
+CALLBACKS: dict[str, dict[str, Any]] = {
+    "StochasticWeightAveraging": {"swa_lrs": 0.1},
+    "EMAWeightAveraging": {},
+    "LearningRateFinder": {},
+    "BatchSizeFinder": {},
+    "BackboneFinetuning": {},
+    "GradientAccumulationScheduler": {"scheduling": {1: 2}},
+    "ModelPruning": {"pruning_fn": "l1_unstructured"},
+}
+
+
+@pytest.mark.parametrize("name", CALLBACKS)
+def test_callbacks_that_write_or_try_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    callback = getattr(lightning.callbacks, name)(**CALLBACKS[name])
+    module = Ordinary()
+    module.train_dataloader, module.batch_size = data, BATCH  # type: ignore[method-assign]
+    match = rf"Callback ({name}|WeightAveraging|BaseFinetuning) is not available in private training"
+    with pytest.raises(UnsupportedError, match=match):
+        trainer_of(tmp_path, callback_of(), callback).fit(module)
+
+
+def test_the_tuner_is_refused(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, callback_of())
+    with pytest.raises(UnsupportedError, match="LearningRateFinder"):
+        lightning.tuner.Tuner(trainer).lr_find(Ordinary(), data())
+
+
+class Manual(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Clips(Ordinary):
+    def configure_gradient_clipping(self, *arguments: Any, **keywords: Any) -> None:
+        raise AssertionError("not to be called")
+
+
+class Two(Ordinary):
+    def configure_optimizers(self) -> Any:
+        return super().configure_optimizers()["optimizer"], torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Skips(Ordinary):
+    def training_step(self, batch: list[Tensor], index: int) -> Any:
+        return None
+
+
+class StepsTwice(Ordinary):
+    def optimizer_step(self, epoch: int, index: int, optimizer: Any, closure: Any) -> None:
+        optimizer.step(closure)
+        optimizer.step(closure)
+
+
+class Normed(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+
+
+class MeansOfTheBatch(Ordinary):
+    def forward(self, *inputs: Tensor) -> Tensor:
+        out = self.model(*inputs)
+        return out - out.mean()
+
+
+class UsesAWeightInTheLoss(Ordinary):
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        return super().training_step(batch, index) * self.model.out.weight.sum()
+
+
+MODULES: dict[type, str] = {
+    Manual: "automatic_optimization=False",
+    Clips: "configure_gradient_clipping",
+    Two: "multiple optimizers|gives 2 optimizers",
+    Skips: r"without a backward\(\)",
+    StepsTwice: "already had its step",
+    Normed: "'norm' .BatchNorm1d.*batch statistics",
+    MeansOfTheBatch: r"mean",
+    UsesAWeightInTheLoss: "'model.out.weight'",
+}
+
+
+@pytest.mark.parametrize("kind", MODULES, ids=lambda kind: kind.__name__)
+def test_modules_that_do_not_fit_are_refused(tmp_path: Path, kind: type) -> None:
+    module = kind()
+    with pytest.raises((SparseDPError, RuntimeError), match=MODULES[kind]):
+        trainer_of(tmp_path, callback_of()).fit(module, data())
+
+
+def test_a_refusal_names_the_line_of_the_users_file(tmp_path: Path) -> None:
+    with pytest.raises(SparseDPError) as caught:
+        trainer_of(tmp_path, callback_of()).fit(MeansOfTheBatch(), data())
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "out - out.mean()" in text)
+    assert f"{Path(__file__).name}:{line}" in str(caught.value).replace('", line ', ":").replace(", line ", ":")
+
+
+def test_loaders_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="train loader is list"):
+        trainer_of(tmp_path, callback_of()).fit(Ordinary(), [data(), data()])
+
+
+def test_a_callback_trains_once_and_two_do_not_train(tmp_path: Path) -> None:
+    callback, _, trainer = fit(tmp_path)
+    with pytest.raises(SparseDPError, match="trained already"):
+        trainer.fit(Ordinary(), data())
+    with pytest.raises(
+        RuntimeError, match="more than one stateful callback of type `PrivacyCallback`"
+    ):  # Lightning's own
+        fit(tmp_path, callback_of())
+    with pytest.raises(ValueError, match="either target_epsilon or noise_multiplier"):
+        PrivacyCallback(settings=SETTINGS)
+    with pytest.raises(TypeError, match="PrivacySettings"):
+        PrivacyCallback(settings={}, noise_multiplier=1.0)  # type: ignore[arg-type]
+    assert callback.statement().steps == 10
+
+
+def test_loaders_of_the_module_and_of_a_datamodule_and_double_precision(tmp_path: Path) -> None:
+    class Data(lightning.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return data()
+
+    callback = callback_of()
+    trainer_of(tmp_path, callback).fit(Ordinary(), datamodule=Data())
+    assert callback.engine.ledger.steps == 10
+    callback, module = callback_of(), Ordinary()
+    trainer_of(tmp_path, callback, precision="64-true").fit(module, data())
+    assert callback.engine.ledger.steps == 10 and module.model.table.weight.dtype == torch.float64
+    callback = callback_of()
+    trainer_of(tmp_path, callback, fast_dev_run=2).fit(Ordinary(), data())
+    assert callback.engine.ledger.steps == 2
+
+
+def test_batches_without_examples(tmp_path: Path) -> None:
+    callback = callback_of()
+    trainer_of(tmp_path, callback, max_epochs=4).fit(Ordinary(), loader_of(*clicks(4), batch_size=1))
+    assert callback.engine.ledger.steps == 16
+
+
+def test_a_logger_that_sends_is_warned_of(tmp_path: Path) -> None:
+    class Remote(lightning.loggers.CSVLogger):
+        pass
+
+    with pytest.warns(sparsedp.SparseDPWarning, match="Remote may send it"):
+        fit(tmp_path, logger=Remote(tmp_path))
+
+
+def test_epsilon_is_logged(tmp_path: Path) -> None:
+    callback, _, _ = fit(tmp_path, logger=lightning.loggers.CSVLogger(tmp_path, name="", version=""))
+    text = (tmp_path / "metrics.csv").read_text().splitlines()
+    column = text[0].split(",").index("epsilon_epoch" if "epsilon_epoch" in text[0] else "epsilon")
+    values = [float(row.split(",")[column]) for row in text[1:] if row.split(",")[column]]
+    assert values == sorted(values) and values[-1] == pytest.approx(callback.epsilon())
+
+
+def test_metrics_of_the_module(tmp_path: Path) -> None:
+    """torchmetrics' metrics are modules that keep counts of private data."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Measured(Ordinary):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = torchmetrics.classification.BinaryAccuracy()
+
+        def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            *inputs, target = batch
+            logits = self(*inputs)
+            self.accuracy(logits.detach(), target.int())
+            self.log("accuracy", self.accuracy, on_step=True, on_epoch=True, batch_size=len(target))
+            return binary_cross_entropy_with_logits(logits, target)
+
+    callback, module = callback_of(), Measured()
+    trainer = trainer_of(tmp_path, callback)
+    trainer.fit(module, data())
+    assert callback.engine.ledger.steps == 10
+    assert not any("accuracy" in name for name in module.state_dict())  # its counts do not leave with the weights
+    trainer.save_checkpoint(tmp_path / "last.ckpt")
