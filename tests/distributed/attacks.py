@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -28,12 +30,14 @@ from programs import (
     train,
 )
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_saver
 from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.shard import shard
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan
 
 import sparsedp
+from sparsedp.distributed import ranks
 
 # ---------------------------------------------------------------------- neighbouring data sets
 
@@ -316,7 +320,7 @@ def copies_that_start_otherwise() -> list[float]:
 
 def half_a_step() -> dict[str, Any]:
     """Rank 0 fails after the sums came in: rank 1 may take the step. No ledger may be without it."""
-    engine, module, optimizer, loader = run = _fresh(timeout=10.0)
+    engine, module, optimizer, loader = run = _fresh(timeout=5.0)
     noise, shards = optimizer.noise, [p for p in optimizer.param_groups[0]["params"] if p.shape[1:] == (8,)]
     add, calls, before = noise.add, [0], []
 
@@ -388,3 +392,101 @@ def other_parts() -> str:
     )  # fmt: skip
     *inputs, _ = next(iter(loader))
     return _said(lambda: module(*inputs))
+
+
+# ---------------------------------------------------------------------- one rank does something else in the loop
+
+
+def out_of_step(how: str, mechanism: str) -> dict[str, Any]:
+    """In its third step, rank 1 takes the step twice, leaves backward out, or has NaN where there were numbers."""
+    ranks._GRACE = 4.0
+    engine, module, optimizer, loader = _fresh(mechanism)
+    mine = dist.get_rank() == 1
+    before: list[Tensor] = []
+
+    def one_step(step: int, inputs: list[Any], labels: Tensor) -> None:
+        odd = how if mine and step == 2 else ""
+        if odd == "NaN in weights":
+            for _, part, where in parts_of(module):
+                if where:  # of a table
+                    part.fill_(float("nan"))
+        if odd == "NaN in a batch":
+            inputs[0][:1] = float("nan")
+        if step == 2:
+            before[:] = [part.clone() for _, part, _ in parts_of(module)]
+        optimizer.zero_grad()
+        loss = F.binary_cross_entropy_with_logits(module(*inputs), labels)
+        if odd != "no backward":
+            loss.backward()
+        optimizer.step()
+        if odd == "step twice":
+            optimizer.step()
+
+    def loop() -> None:
+        for step, (*inputs, labels) in enumerate(loader):
+            one_step(step, inputs, labels)
+
+    said = _said(loop)
+    now = [part for _, part, _ in parts_of(module)] if "RankLost" not in said and mechanism != "lazydp" else []
+    same = all(torch.equal(old.nan_to_num(), part.nan_to_num()) for old, part in zip(before, now))
+    return {"said": said, "steps": engine.ledger.steps, "same": same}
+
+
+# ---------------------------------------------------------------------- checkpoints that are not whole
+
+
+def _die(*args: Any, **kwargs: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _at(owner: Any, name: str, before: bool) -> None:
+    """Lets this rank be killed before or after the function does its work."""
+    once = getattr(owner, name)
+    setattr(owner, name, _die if before else lambda *args, **kwargs: (once(*args, **kwargs), _die()))
+
+
+def _while_removing(folder: Path) -> None:
+    next(path for path in folder.iterdir() if path.suffix == ".distcp").unlink()
+    _die()
+
+
+MOMENTS: dict[str, Callable[[], None]] = {
+    "before the files": lambda: _at(state_dict_saver, "save", before=True),
+    "within a file": lambda: _at(os, "fsync", before=True),
+    "after the files": lambda: _at(state_dict_saver, "save", before=False),
+    "before the rename": lambda: _at(os, "replace", before=True),
+    "after the rename": lambda: _at(os, "replace", before=False),
+    "while the last one is removed": lambda: setattr(shutil, "rmtree", _while_removing),
+}
+
+
+def killed_in_save(path: str, moment: str, killed: int) -> str:
+    """A rank is killed in its second save; what the others say of it."""
+    ranks._GRACE = 2.0
+    run = _fresh("lazydp by step", momentum=0.9)
+    train(run, 2)
+    run[0].save_checkpoint(path)
+    train(run, 4)
+    if dist.get_rank() == killed:
+        MOMENTS[moment]()
+    return _said(lambda: run[0].save_checkpoint(path))
+
+
+def two_saves(path: str) -> None:
+    run = _fresh()
+    for place in ("one", "two"):
+        train(run, run[0].ledger.steps + 2)
+        run[0].save_checkpoint(Path(path) / place)
+
+
+def loads(paths: list[str]) -> dict[str, Any]:
+    """What is said of each checkpoint, by a run that still is as it was; how many steps the last one has."""
+    run = _fresh()
+    first = [part.clone() for _, part, _ in parts_of(run[1])]
+    said = {}
+    for path in paths:
+        said[Path(path).name] = _said(lambda: run[0].load_checkpoint(path))
+        if path != paths[-1]:
+            assert run[0].ledger.steps == 0
+            assert all(torch.equal(old, part) for old, (_, part, _) in zip(first, parts_of(run[1])))
+    return said | {"steps": run[0].ledger.steps}

@@ -201,7 +201,8 @@ def begin(
         if optimizer == "adagrad"
         else torch.optim.SGD(parameters, lr=0.01, momentum=momentum)
     )
-    loader = DataLoader(data or Clicks(), batch_size=BATCH, shuffle=True, collate_fn=collate)
+    data = Clicks() if data is None else data
+    loader = DataLoader(data, batch_size=BATCH, shuffle=len(data) > 0, collate_fn=collate)  # type: ignore[arg-type]
     engine = sparsedp.PrivacyEngine(seed=seed, rank_timeout=timeout)
     private = engine.make_private(
         module=module, optimizer=mover, data_loader=loader, noise_multiplier=noise_multiplier, max_grad_norm=1.0,
@@ -317,9 +318,9 @@ def _noise_twice() -> Any:
 
     once = PrivateStep.add_noise
 
-    def twice(self: Any, gradient: Any) -> None:
-        once(self, gradient)
-        once(self, gradient)
+    def twice(self: Any, *args: Any) -> Any:
+        once(self, *args)
+        return once(self, *args)
 
     return _replaced(PrivateStep, "add_noise", twice)
 
@@ -355,6 +356,7 @@ def resume(
         run = begin(sharded(make(with_country=False), sharding), mechanism, **settings)
     if load is not None:
         run[0].load_checkpoint(load)
+    loaded = run[0].ledger.steps
     train(run, steps)
     if save is not None:
         run[0].save_checkpoint(save)
@@ -362,11 +364,14 @@ def resume(
         "parts": [(name, part.clone(), where) for name, part, where in parts_of(run[1])],
         "ledger": run[0].ledger.state_dict(),
         "epsilon": run[0].get_epsilon(1e-6),
+        "loaded": loaded,
+        "within an epoch": steps % run[3].steps_per_epoch > 0,
     }
 
 
 def lose(path: str, when: int, how: str, timeout: float = 60.0) -> str:
     """Rank 1 is killed or stopped in step `when`, after a checkpoint; the others say what they are told."""
+    sparsedp.distributed.ranks._GRACE = 4.0
     run = begin(sharded(make(with_country=False), "row_wise"), "adafest", seed=None, timeout=timeout)
     engine, module = run[:2]
 
@@ -493,9 +498,10 @@ def without_examples() -> float:
 class Part(Dataset):
     """Every second example or so: those of some users."""
 
-    def __init__(self, data: Clicks, rank: int, ranks: int) -> None:
+    def __init__(self, data: Clicks, rank: int, ranks: int, by_users: bool = True) -> None:
         self.data = data
-        self.places = [i for i in range(len(data)) if data.users[i] % ranks == rank]
+        of = data.users if by_users else range(len(data))
+        self.places = [i for i in range(len(data)) if of[i] % ranks == rank]
         self.users = data.users[self.places]
 
     def __len__(self) -> int:
@@ -505,10 +511,10 @@ class Part(Dataset):
         return self.data[self.places[i]]
 
 
-def own_data(unit: str) -> dict[str, Any]:
-    """Each rank has a part of the data: what a rank was given in each step, and what is planned."""
+def own_data(unit: str, empty: int = 0) -> dict[str, Any]:
+    """Each rank has a part of the data, the last `empty` ranks none: what a rank was given in each step, and what is planned."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    part = Part(Clicks(), rank, ranks)
+    part = Part(Clicks(), rank, ranks - empty, by_users=unit == "user" or not empty)
     run = begin(sharded(make(with_country=False), "row_wise"), "adafest", data=part, unit=unit, own_data=True)
     sizes = []
     train(run, 10, lambda step: sizes.append((run[3].current.units, run[3].current.logical_units)))

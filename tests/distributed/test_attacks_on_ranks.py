@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torchrec")
 from launch import launch
+from test_lost_ranks import whole
 
 pytestmark = pytest.mark.distributed
 
@@ -80,3 +84,78 @@ def test_capture_and_the_owners_look_up_the_same_ids() -> None:
     """Parts that a batch keeps of its features may be of other ids: units would meet each other's rows unseen (1.15 C)."""
     for ended in launch(2, "attacks.other_parts"):
         assert "put together across the units of the batch by 'roll'" in ended.value
+
+
+@pytest.mark.parametrize("mechanism", ["adafest", "lazydp"])
+@pytest.mark.parametrize("how", ["step twice", "no backward", "NaN in weights", "NaN in a batch"])
+def test_one_rank_does_something_else(how: str, mechanism: str) -> None:
+    """All end with an error after the same number of steps, and nothing was written."""
+    first, second = (ended.value for ended in launch(2, "attacks.out_of_step", how, mechanism))
+    if how == "NaN in weights":
+        assert "NonFiniteGradientError" in first["said"] and "NonFiniteGradientError" in second["said"]
+        assert "diverged" in second["said"] + first["said"]
+    elif how == "NaN in a batch":
+        assert "NonFiniteGradientError: On rank 1" in first["said"] and "look for NaN" in second["said"]
+    else:
+        assert "RankLostError: Rank(s) 1 of 2" in first["said"], first
+        assert "SparseDPError" in second["said"] and "backward" in second["said"], second
+    assert first["steps"] == second["steps"] == (3 if how == "step twice" else 2)
+    assert how == "step twice" or (first["same"] and second["same"])
+
+
+# ---------------------------------------------------------------------- checkpoints that are not whole
+
+
+@cache
+def five_steps() -> dict[str, Any]:
+    (reference,) = launch(1, "resume", "lazydp by step", "none", 5, None, None, momentum=0.9)
+    return reference.value
+
+
+@pytest.mark.parametrize(
+    ("moment", "killed"),
+    [
+        *((moment, killed) for moment in ("before the files", "within a file", "after the files") for killed in (0, 1)),
+        ("before the rename", 0), ("after the rename", 0), ("while the last one is removed", 0),
+    ],
+)  # fmt: skip
+def test_a_kill_in_a_save_leaves_a_whole_checkpoint(tmp_path: Path, moment: str, killed: int) -> None:
+    """That of step 2, or that of step 4: with either, a seeded run ends as if nobody had been killed."""
+    path = str(tmp_path / "checkpoint")
+    ended = launch(2, "attacks.killed_in_save", path, moment, killed)
+    assert ended[killed].code == -9, ended[killed].output
+    assert f"RankLostError: Rank(s) {killed} of 2" in ended[1 - killed].value
+    (resumed,) = launch(1, "resume", "lazydp by step", "none", 5, path, path, momentum=0.9)
+    assert resumed.value["loaded"] == (4 if moment in ("after the rename", "while the last one is removed") else 2)
+    expected, reached = whole([five_steps()]), whole([resumed.value])
+    assert all((expected[name] - reached[name]).abs().max() <= 1e-6 for name in expected)
+    assert resumed.value["ledger"]["entries"] == five_steps()["ledger"]["entries"]
+
+
+def test_files_of_two_saves_and_damaged_ones_are_refused(tmp_path: Path) -> None:
+    """A size alone does not tell two saves apart."""
+    assert all(ended.code == 0 for ended in launch(2, "attacks.two_saves", str(tmp_path)))
+    one, two = (next(path for path in (tmp_path / name).iterdir() if path.is_dir()) for name in ("one", "two"))
+    assert (one / "__1_0.distcp").stat().st_size == (two / "__1_0.distcp").stat().st_size
+
+    def damaged(name: str) -> Path:
+        shutil.copytree(tmp_path / "two", tmp_path / name)
+        return tmp_path / name / two.name
+
+    shutil.copy(one / "__1_0.distcp", damaged("a shard of another save"))
+    shutil.copy(one / ".metadata", damaged("metadata of another save"))
+    (damaged("a missing shard") / "__0_0.distcp").unlink()
+    (damaged("no metadata") / ".metadata").unlink()
+    cut = damaged("a truncated shard") / "__0_0.distcp"
+    cut.write_bytes(cut.read_bytes()[:-100])
+    flipped = damaged("a flipped bit") / "__1_0.distcp"
+    content = bytearray(flipped.read_bytes())
+    content[len(content) // 2] ^= 1
+    flipped.write_bytes(content)
+    shutil.copy(tmp_path / "one" / "state.pt", damaged("the state of another save").parent)
+    names = [path.name for path in tmp_path.iterdir() if path.name not in ("one", "two")]
+    assert len(names) == 7
+    for ended in launch(2, "attacks.loads", [str(tmp_path / name) for name in [*names, "two"]]):
+        for name in names:
+            assert "CheckpointError" in ended.value[name] and "not as it was written" in ended.value[name], name
+        assert ended.value["two"] == "nothing was refused" and ended.value["steps"] == 4

@@ -50,10 +50,38 @@ def test_another_number_of_ranks_goes_on_alike(tmp_path: Path, mechanism: str, s
         assert result["epsilon"] == reference.value["epsilon"]
 
 
+@pytest.mark.parametrize(
+    ("mechanism", "settings"),
+    [
+        ("lazydp", {"unit": "user"}),
+        ("lazydp by step", {"max_physical_batch": 8}),
+        ("adafest+", {"unit": "user", "optimizer": "adagrad"}),
+    ],
+    ids=["LazyDP, users", "LazyDP, physical batches", "AdaFEST+, users, Adagrad"],
+)
+def test_one_process_three_ranks_two_ranks_within_epochs(
+    tmp_path: Path, mechanism: str, settings: dict[str, Any]
+) -> None:
+    (reference,) = launch(1, "resume", mechanism, "none", 12, None, None, **settings)
+    one, two = (str(tmp_path / name) for name in ("one.pt", "two"))
+    first = launch(1, "resume", mechanism, "none", 3, None, one, **settings)
+    second = launch(3, "resume", mechanism, "row_wise", 8, one, two, **settings)
+    last = [ended.value for ended in launch(2, "resume", mechanism, "table_wise", 12, two, None, **settings)]
+    assert first[0].value["within an epoch"] and second[0].value["within an epoch"]
+    assert last[0]["loaded"] == 8
+    expected, reached = whole([reference.value]), whole(last)
+    close = 1e-5 if settings.get("optimizer") else 1e-6  # Adagrad divides by roots of small sums
+    assert expected.keys() == reached.keys()
+    for name in expected:
+        assert (expected[name] - reached[name]).abs().max() <= close, name
+    for result in last:
+        assert result["ledger"]["entries"] == reference.value["ledger"]["entries"]
+
+
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
 def test_a_lost_rank_is_named_and_the_checkpoint_is_whole(tmp_path: Path, how: str) -> None:
     path = str(tmp_path / "checkpoint")
-    ended = launch(3, "lose", path, 7, how, timeout=60.0 if how == "SIGKILL" else 20.0, lost=1)
+    ended = launch(3, "lose", path, 7, how, timeout=60.0 if how == "SIGKILL" else 10.0, lost=1)
     for rank in (0, 2):
         assert "RankLostError: Rank(s) 1 of 3 did not answer" in ended[rank].result, ended[rank].output
     resumed = launch(2, "resume", "adafest", "table_wise", 12, path, None, seed=None)
@@ -82,10 +110,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert "differs from rank 0 in its dense parameters" in said["parted"]
 
 
+@pytest.mark.parametrize("empty", [0, 1], ids=["", "one rank without data"])
 @pytest.mark.parametrize("unit", ["example", "user"])
-def test_each_rank_has_its_own_part_of_the_data(unit: str) -> None:
+def test_each_rank_has_its_own_part_of_the_data(unit: str, empty: int) -> None:
     """The sample is over all of them, each rank reads its own, and all end with the same dense parameters."""
-    results = [ended.value for ended in launch(3, "own_data", unit)]
+    results = [ended.value for ended in launch(3, "own_data", unit, empty)]
+    assert (results[2]["here"] == 0) == bool(empty)
     units = sum(result["here"] for result in results) if unit == "example" else results[0]["units"]
     for result in results:
         assert result["units"] == units and result["rate"] == 32 / units

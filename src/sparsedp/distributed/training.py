@@ -200,8 +200,9 @@ class Together:
 
     def _require_other_data(self, loader: PrivateLoader, key: RandomKey) -> None:
         """Where each rank has data of its own, an example that two of them have would count twice."""
-        sizes = self.gather(len(loader.dataset))  # type: ignore[arg-type]
-        every = self.gather(_digest_of_data(loader, key, min(sizes)))
+        here = len(loader.dataset)  # type: ignore[arg-type]
+        common = min(filter(None, self.gather(here)), default=0)  # ranks may have none at all
+        every = self.gather(_digest_of_data(loader, key, common) if here else None)
         for rank, mine in enumerate(every):
             if mine is not None and mine in every[:rank]:
                 raise UnsupportedError(
