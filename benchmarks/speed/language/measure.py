@@ -118,7 +118,7 @@ def _encoder_rows(
 ) -> list[dict[str, Any]]:
     variants = []
     for variant in _OF_ENCODERS:
-        why = why_not(encoder(size, way), MODES[variant]) if variant in MODES else None
+        why = why_not(encoder(size, way), encoder(SMALL[name], way), MODES[variant]) if variant in MODES else None
         if why is None:
             variants.append(variant)
         else:

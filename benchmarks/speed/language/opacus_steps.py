@@ -23,9 +23,6 @@ def opacus_step(workload: Workload, mode: str) -> Callable[[], None]:
     warnings.simplefilter("ignore")
     module, units = workload.make(False), len(workload.batch[-1])
     trained = [p for p in module.parameters() if p.requires_grad]
-    written = 4 * units * sum(p.numel() for p in trained)
-    if mode == "hooks" and written > _ROOM:
-        raise MemoryError(f"every example's gradient would take {written / 1e9:.0f} GB together")
     module, optimizer, *criterion, _ = opacus.PrivacyEngine(secure_mode=False).make_private(
         module=module,
         optimizer=torch.optim.SGD(trained, lr=0.01),
@@ -46,12 +43,16 @@ def opacus_step(workload: Workload, mode: str) -> Callable[[], None]:
     return run
 
 
-def why_not(workload: Workload, mode: str) -> str | None:
-    """Takes one step; why it does not run, or None."""
+def why_not(workload: Workload, small: Workload, mode: str) -> str | None:
+    """Why this step does not run, or None: whether it has room, and whether one of the same model, but small, runs."""
+    units = len(workload.batch[-1])
+    written = 4 * units * sum(p.numel() for p in workload.make(False).parameters() if p.requires_grad)
+    if mode == "hooks" and written > _ROOM:
+        return f"the gradients of all examples would take {written / 1e9:.0f} GB"
     try:
-        opacus_step(workload, mode)()
+        opacus_step(small, mode)()
     except ImportError:
         return "opacus is not installed"
-    except (MemoryError, RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError) as error:
+    except (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError) as error:
         return str(error).strip().splitlines()[0][:160]
     return None

@@ -13,7 +13,7 @@ from benchmarks.speed.language.measure import VARIANTS, bench_language
 from benchmarks.speed.language.models import ENCODERS
 from sparsedp.cli.arguments import positive_count
 
-REPEATS = {"minilm": 8, "mpnet": 4, "opacus": 1, "tables": 3}
+REPEATS = {"minilm": 8, "mpnet": 3, "opacus": 1, "tables": 3}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
