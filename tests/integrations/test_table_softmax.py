@@ -70,9 +70,7 @@ def own_input_table(rows: int = VOCABULARY) -> nn.Module:
 
 def lora(**more: Any) -> nn.Module:
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(
-        task_type="CAUSAL_LM", r=2, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], **more
-    )
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, lora_dropout=0.0, target_modules=["q_proj", "v_proj"], **more)
     model = peft.get_peft_model(llama(), config)
     for name, parameter in model.named_parameters():  # B starts at zero, and A has no gradient then
         if "lora_" in name:
@@ -253,7 +251,12 @@ def test_options_that_would_be_ignored_are_refused() -> None:
 
 
 def trained(
-    folder: Path, model: nn.Module, over_table: bool | None, mechanism: sparsedp.Mechanism, reduction: Any = "mean", **more: Any
+    folder: Path,
+    model: nn.Module,
+    over_table: bool | None,
+    mechanism: sparsedp.Mechanism,
+    reduction: Any = "mean",
+    **more: Any,
 ) -> PrivateTrainer:
     ids, mask, labels = tokens(24)
     rows = [
@@ -334,7 +337,9 @@ def test_large_vocabularies_take_it_by_themselves(tmp_path: Path) -> None:
 def test_wishes_that_cannot_be_met_are_refused(tmp_path: Path) -> None:
     own = {"compute_loss_func": lambda outputs, labels, num_items_in_batch=None: outputs["logits"].sum()}
     encoder = transformers.BertForMaskedLM(
-        transformers.BertConfig(vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)
+        transformers.BertConfig(
+            vocab_size=9, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8
+        )
     )
     for model, said, more in (
         (biased(), "has a bias", {}),
@@ -361,9 +366,10 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         out = func(*args, **(kwargs or {}))
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor) and tensor.layout == torch.strided:
-                if tensor.untyped_storage().data_ptr() not in self._known:
-                    self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+            if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+                continue
+            if tensor.untyped_storage().data_ptr() not in self._known:
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
         return out
 
 

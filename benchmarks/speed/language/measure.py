@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from benchmarks.speed.language.models import (
@@ -23,7 +23,7 @@ from benchmarks.speed.language.models import (
 from benchmarks.speed.language.opacus_steps import MODES, opacus_step, why_not
 from benchmarks.speed.machine import machine
 from benchmarks.speed.peaks import Runs, peaks
-from benchmarks.speed.steps import Workload, made, matched_adafest, plain_step, private_step
+from benchmarks.speed.steps import Workload, matched_adafest, plain_step, private_step
 from benchmarks.speed.timing import Stopwatch, interleaved, ratio
 from sparsedp.mechanisms import DPSGD, EANA, LazyDP, Mechanism
 
@@ -124,7 +124,9 @@ def _encoder_rows(
         else:
             left_out.append({"model": name, "way": way, "variant": variant, "why": why})
     work = encoder(size, way)
-    counts = {variant: min(repeats["opacus"], repeats[name]) if variant in MODES else repeats[name] for variant in variants}
+    counts = {
+        variant: min(repeats["opacus"], repeats[name]) if variant in MODES else repeats[name] for variant in variants
+    }
     found = _timed(dict.fromkeys(variants, work), dict.fromkeys(variants, size.rows), counts)
     peak = peaks(encoder_runs, (size, way, variants), (SMALL[name], way, variants)) if memory else {}
     return [{"model": name, "way": way, **row} for row in _with_ratios(found, "plain", peak)]
@@ -136,7 +138,8 @@ def encoder_runs(size: Size, way: str, variants: Sequence[str]) -> Runs:
 
 
 def _run(variant: str, work: Workload, rows: int) -> Callable[[], None]:
-    return functools.partial(_run_some, variant, made(work), rows)
+    module = work.make(variant not in MODES)  # Opacus takes no sparse gradients
+    return functools.partial(_run_some, variant, replace(work, make=lambda sparse: module), rows)
 
 
 def _run_some(variant: str, work: Workload, rows: int) -> None:

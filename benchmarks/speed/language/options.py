@@ -13,7 +13,7 @@ from benchmarks.speed.language.measure import VARIANTS, bench_language
 from benchmarks.speed.language.models import ENCODERS
 from sparsedp.cli.arguments import positive_count
 
-REPEATS = {"minilm": 8, "mpnet": 3, "opacus": 1, "tables": 3}
+REPEATS = {"minilm": 5, "mpnet": 2, "opacus": 1, "tables": 2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     shown = ", ".join(f"{name} {count}" for name, count in REPEATS.items())
     parser.add_argument(
-        "--repeats", type=positive_count, metavar="N", help=f"repeats of every variant (default: {shown}; 1 with --quick)"
+        "--repeats",
+        type=positive_count,
+        metavar="N",
+        help=f"repeats of every variant (default: {shown}; 1 with --quick)",
     )
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory, which takes a process each")
     parser.add_argument("--quick", action="store_true", help="some seconds: tiny models, one repeat, no memory")

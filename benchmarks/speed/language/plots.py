@@ -16,7 +16,9 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     for model, way in dict.fromkeys((row["model"], row["way"]) for row in result["rows"]):
         bars = [row for row in result["rows"] if (row["model"], row["way"]) == (model, way) and row["stages"]]
         labels = [VARIANTS[bar["variant"]] for bar in bars]
-        figure = stacked_stages(bars, "plain", "plain PyTorch", labels, f"Where the time of a step goes: {model}, {way}")
+        figure = stacked_stages(
+            bars, "plain", "plain PyTorch", labels, f"Where the time of a step goes: {model}, {way}"
+        )
         assert figure is not None
         name = f"language_{model}_{way}.png"
         figure.savefig(folder / name, dpi=130, bbox_inches="tight")

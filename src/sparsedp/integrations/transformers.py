@@ -376,7 +376,9 @@ def take_softmax_over_table(model: Any, wanted: bool | None, privacy: PrivacySet
     causal = loss_kind(model) == "ForCausalLM"
     if wanted and (not causal or has_own_loss):
         reason = "has a compute_loss_func" if causal else f"trains {type(inner_model(model)).__name__}"
-        raise UnsupportedError(f"softmax_over_table=True is for the labels of causal language models; this trainer {reason}.")
+        raise UnsupportedError(
+            f"softmax_over_table=True is for the labels of causal language models; this trainer {reason}."
+        )
     if wanted is False or not causal or has_own_loss:
         return
     try:
