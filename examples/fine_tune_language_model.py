@@ -149,6 +149,7 @@ def main() -> None:
     options = parser.parse_args()
     tiny = options.tiny
     size, held, batch, width, steps = (150, 20, 16, 40, 3) if tiny else (2400, 100, 48, 32, 12)
+    steps = options.steps or steps
     torch.manual_seed(0)
 
     model, encode = load(tiny)
