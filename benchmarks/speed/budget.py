@@ -109,6 +109,26 @@ def _sharded(results: Results, ratio: Callable[[Mapping[str, Any]], float | None
             yield f"{setting['model']} {setting['sharding']} {row['variant']}", value
 
 
+def _language(results: Results, way: str) -> Ratios:
+    for row in _rows(results, "language"):
+        if row["way"] == way and row["variant"] in ("dpsgd", "adafest"):
+            yield f"{row['model']} {row['variant']}", row["ratio_to_plain"]["best"]
+
+
+def _language_table(results: Results) -> Ratios:
+    tables = results.get("language", {}).get("tables", [])
+    most = max((row["rows"] for row in tables), default=0)
+    for row in tables:
+        if row["rows"] == most and row["variant"] == "adafest":
+            yield f"adafest, {most:,} / {min(other['rows'] for other in tables):,} rows", row["ratio_to_fewest"]["best"]
+
+
+def _language_memory(results: Results) -> Ratios:
+    for row in _rows(results, "language"):
+        if row["variant"] in ("dpsgd", "adafest") and "memory_ratio" in row:
+            yield f"{row['model']}, {row['way']}, {row['variant']}", row["memory_ratio"]
+
+
 LINES = (
     Line("private step / plain PyTorch, pCTR and DLRM", 1.05, None, _against_plain),
     Line("private step / plain PyTorch, light models", 1.5, None, _light),
@@ -117,6 +137,10 @@ LINES = (
     Line("step at most rows / step at fewest, one table", 1.1, None, _over_rows),
     Line("dense DP-SGD / AdaFEST, one table, most rows", None, 400.0, _dense_over_sparse),
     Line("tied sequence model, private / not", 1.25, None, _tied),
+    Line("language models with LoRA, private / plain", 1.35, None, lambda results: _language(results, "lora")),
+    Line("language models in full, private / plain", 1.5, None, lambda results: _language(results, "full")),
+    Line("language models' table, most words / fewest", 1.1, None, _language_table),
+    Line("language models, peak memory, private / plain", 1.3, None, _language_memory),
     Line("LazyDP / EANA", 1.1, None, _lazy_over_eana),
     Line(
         "sharded, private / TorchRec, one id a feature",

@@ -65,9 +65,16 @@ def _front(results: Results, plots: Collection[str]) -> str:
         _HEAD,
         budget.section(results),
         markdown_table([title for title, _ in shown], [figures]) if shown else "",
-        markdown_table(("page", "what was measured"), behind),
+        _in_two_columns(("page", "what was measured"), behind),
     ]
     return "\n\n".join(piece for piece in pieces if piece) + "\n"
+
+
+def _in_two_columns(head: tuple[str, str], lines: list[list[str]]) -> str:
+    """A table of half as many lines: the second half stands beside the first."""
+    half = (len(lines) + 1) // 2
+    others = [*lines[half:], *[["", ""]] * (2 * half - len(lines))]
+    return markdown_table((*head, *head), [[*one, *other] for one, other in zip(lines[:half], others)])
 
 
 def _origin(result: Mapping[str, Any]) -> str:

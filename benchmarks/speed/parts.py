@@ -11,6 +11,7 @@ PARTS = {
     "vocabulary": "one table of 10^5 to 10^7 rows under every mechanism (DP-AdaFEST's Table 4)",
     "lazydp": "DLRM under SGD, DP-SGD(B, R, F), LazyDP, EANA and AdaFEST (LazyDP's figures 10, 11, 13 and 14)",
     "tied": "a Transformer with tied item tables, private and not (DPFormer's figure 3)",
+    "language": "MiniLM and MPNet with LoRA or in full, and vocabularies of 262,144 words, private and not",
     "dual": "a dual encoder under SGD, DP-SGD, EANA, LazyDP and AdaFEST (EANA's Table 3)",
     "bound": "the stages of plain and private steps against the least that they could take on this machine",
     "growth": "how a step's time grows with batch, tables, dim, rows and length, as fitted exponents",

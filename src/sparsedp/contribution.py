@@ -85,6 +85,18 @@ def touched_pairs(captured: Captured, space: RowSpace) -> tuple[Tensor, Tensor, 
     return rows, units, torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))[at]
 
 
+def touched_counts(captured: Captured, space: RowSpace) -> list[int]:
+    """How many pairs of a unit and a row that it touches each table has."""
+    touched = captured.touched(space)
+    _, at = touched.pairs()
+    before = [0, *torch.bincount(at, minlength=touched.rows.numel()).cumsum(0).tolist()]
+    counts = [before[end] - before[begin] for begin, end in space.edges(touched.rows)]
+    for name in touched.used_in_full:
+        table = space.names.index(name)
+        counts[table] = captured.units * space.sizes[table]
+    return counts
+
+
 def warn_of_whole_tables(batch: Sequence[Captured], space: RowSpace, consequence: str) -> None:
     used_in_full = sorted({name for captured in batch for name in captured.touched(space).used_in_full})
     if used_in_full:
@@ -111,6 +123,11 @@ def contribution_map(
     """
     all_rows, all_values = [], []
     for captured in batch:
+        if captured.touched(space).used_in_full:
+            rows, values = _with_whole_tables(captured, space, clip, within)
+            all_rows.append(rows)
+            all_values.append(values)
+            continue
         rows, units, at = touched_pairs(captured, space)
         kept = None if within is None else loops.find(within, rows) >= 0
         if kept is not None:
@@ -123,6 +140,28 @@ def contribution_map(
         return all_rows[0], all_values[0]
     rows, inverse = torch.unique(torch.cat(all_rows), return_inverse=True)
     return rows, torch.zeros(rows.numel(), dtype=torch.float64).index_add_(0, inverse, torch.cat(all_values))
+
+
+def _with_whole_tables(
+    captured: Captured, space: RowSpace, clip: float, within: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """As `contribution_map`, of a batch in which some tables are used whole: their rows are not listed for every unit.
+
+    All units add their share to each of these rows, so that the rows of such tables all have the same value.
+    """
+    touched = captured.touched(space)
+    rows, (units, at) = touched.rows, touched.pairs()
+    whole = torch.cat([_all_rows(name, space) for name in touched.used_in_full])
+    if within is not None:
+        kept = loops.find(within, rows) >= 0
+        inside, places = kept[at], kept.cumsum(0) - 1
+        rows, units, at = rows[kept], units[inside], places[at[inside]]
+        whole = whole[loops.find(within, whole) >= 0]
+    shares = Contribution(clip).shares(torch.bincount(units, minlength=captured.units) + whole.numel())
+    values = torch.zeros(rows.numel(), dtype=torch.float64, device=rows.device).index_add_(0, at, shares[units])
+    every = shares.sum().expand(whole.numel())
+    rows, order = torch.cat([rows, whole]).sort()
+    return rows, torch.cat([values, every])[order]
 
 
 def digest_of(counts: Mapping[str, Any]) -> str:

@@ -156,9 +156,7 @@ class NoisyGradient:
             if rows is None:
                 uses.add_weighted_sum(out, mine)
             else:
-                total = uses.weighted_sum(mine, self._parameters[name].shape)
-                assert isinstance(total, Tensor)  # uses by lookups alone are in `touched`
-                out.add_(total[rows])
+                uses.add_weighted_rows(out, rows, mine, self._parameters[name].shape)
 
 
 def _kept_buffer(kept: dict[str, Tensor], name: str, parameter: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from sparsedp._torch import without_subclasses
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.capture import Captured, PublicTerm, RowNorms, RowSpace, RowSparse, TouchedRows, join_digests
-from sparsedp.contribution import touched_pairs, touched_rows
+from sparsedp.contribution import touched_counts, touched_rows
 from sparsedp.errors import NonFiniteGradientError, SparseDPError, SparseDPWarning
 from sparsedp.gradient import NoisyGradient
 from sparsedp.kernels.loops import LARGEST
@@ -257,8 +257,7 @@ class PrivateStep:
             norms = self._norms(captured, touched, slots, selection)
         self._tally.add(captured.units, captured.examples, touched_rows([captured], gradient.space), norms)
         if self.counts_touches:
-            rows, _, at = touched_pairs(captured, gradient.space)
-            self._tally.add_touches(gradient.space, rows, at)
+            self._tally.add_touches(touched_counts(captured, gradient.space))
             self.used |= captured.uses.keys()
         weights = self.plan.clipping.factors(norms) * (self._scale(captured) / self.plan.divisor)
         with self.stage("sums"):

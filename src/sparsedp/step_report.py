@@ -80,12 +80,8 @@ class StepTally:
         self._touched = touched if self._touched is None else torch.unique(torch.cat([self._touched, touched]))
         self._norms.append(norms)
 
-    def add_touches(self, space: RowSpace, rows: Tensor, at: Tensor) -> None:
-        """Counts the pairs of a unit and a row: `at` are the places of their rows among the touched ones."""
-        before = torch.bincount(at, minlength=rows.numel()).cumsum(0).tolist()
-        counts = [
-            (before[end - 1] if end else 0) - (before[begin - 1] if begin else 0) for begin, end in space.edges(rows)
-        ]
+    def add_touches(self, counts: list[int]) -> None:
+        """The number of pairs of a unit and a row that it touches, of each table."""
         self._touches = counts if self._touches is None else [a + b for a, b in zip(self._touches, counts)]
 
     def add_mass(self, every: Tensor, selected: Tensor) -> None:

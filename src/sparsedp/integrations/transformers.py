@@ -17,6 +17,7 @@ from sparsedp.check import CheckReport, check
 from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.integrations.training_arguments import refuse_arguments
+from sparsedp.integrations.table_softmax import LARGE, inner_model, is_over_table, softmax_over_table, table_of
 from sparsedp.integrations.unit_losses import LABELS, losses_of_units, reduced
 from sparsedp.plan import default_delta
 from sparsedp.sampling import PrivateLoader
@@ -60,6 +61,9 @@ class PrivateTrainer(Trainer):
     The losses of causal, masked and token models and of question answering are a mean over each unit's own tokens, and then
     over units, instead of one over all valid tokens of a batch, which would let units mix.
 
+    With `softmax_over_table`, the loss of a causal model is a softmax over the head's table in blocks, and no logits are kept
+    (see the function of that name). None: where the vocabulary is large and the model is such that it can be done.
+
     The loss of the training data is not private. It is logged on this machine, unless `log_training_loss` is False, and never
     sent to a reporter such as W&B. What is logged beside it is the epsilon so far.
     """
@@ -75,6 +79,7 @@ class PrivateTrainer(Trainer):
         noise_multiplier: float | None = None,
         engine: PrivacyEngine | None = None,
         log_training_loss: bool = True,
+        softmax_over_table: bool | None = None,
         **keywords: Any,
     ) -> None:
         if (target_epsilon is None) == (noise_multiplier is None):
@@ -105,6 +110,7 @@ class PrivateTrainer(Trainer):
                 "The logged loss of the training data is exact, and so not private: it must not leave this machine (nor "
                 f"{_STATE_FILE}, which holds it). log_training_loss=False leaves it out."
             )
+        take_softmax_over_table(self.model, softmax_over_table, privacy, self.compute_loss_func is not None)
         self._loader: PrivateLoader | None = None
         self._loss = torch.zeros(())  # of the last batch that had units
         self.add_callback(_Epochs(self))
@@ -281,7 +287,10 @@ class PrivateTrainer(Trainer):
     ) -> Any:
         """In training, a mean over units, each the mean over its own tokens; otherwise Trainer's."""
         kind = loss_kind(self.model)
-        if not model.training or self.compute_loss_func is not None or not set(LABELS.get(kind, ())) & inputs.keys():
+        if (
+            not model.training or self.compute_loss_func is not None or is_over_table(self.model)
+            or not set(LABELS.get(kind, ())) & inputs.keys()
+        ):  # fmt: skip
             return super().compute_loss(model, inputs, return_outputs, None)
         labels = {name: inputs[name] for name in LABELS[kind] if name in inputs}
         rest = {name: value for name, value in inputs.items() if name not in labels}
@@ -375,7 +384,7 @@ class _Epochs(TrainerCallback):
 
 def loss_kind(model: Any) -> str:
     """transformers' name for the loss of a model, which may be under PEFT's."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    inner = inner_model(model)
     kind = getattr(inner, "loss_type", None)
     encodes = bool(getattr(getattr(inner, "config", None), "is_encoder_decoder", False))
     if kind is None and type(inner).__name__.endswith("LMHeadModel"):
@@ -383,6 +392,28 @@ def loss_kind(model: Any) -> str:
     if kind == "ForConditionalGeneration" and not encodes:
         return "ForCausalLM"
     return kind or ""
+
+
+def take_softmax_over_table(model: Any, wanted: bool | None, privacy: PrivacySettings, has_own_loss: bool) -> None:
+    """Lets a causal model's loss be a softmax over its table, if that is wanted, or if it is large and can be done."""
+    if is_over_table(model):
+        if wanted is False:
+            raise ValueError("softmax_over_table=False, but softmax_over_table(model) was called on the model.")
+        return
+    causal = loss_kind(model) == "ForCausalLM"
+    if wanted and (not causal or has_own_loss):
+        reason = "has a compute_loss_func" if causal else f"trains {type(inner_model(model)).__name__}"
+        raise UnsupportedError(
+            f"softmax_over_table=True is for the labels of causal language models; this trainer {reason}."
+        )
+    if wanted is False or not causal or has_own_loss:
+        return
+    try:
+        if wanted or table_of(inner_model(model)).shape[0] >= LARGE:
+            softmax_over_table(model, privacy.loss_reduction)
+    except UnsupportedError:
+        if wanted:
+            raise
 
 
 def is_whole(folder: str) -> bool:

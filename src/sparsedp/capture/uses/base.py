@@ -47,6 +47,12 @@ class Use(ABC):
     def add_weighted_sum(self, out: Tensor, factors: Tensor) -> None:
         """Adds the sum over units of factor times gradient to `out`, W with all its elements in one dimension."""
 
+    def add_weighted_rows(self, out: Tensor, rows: Tensor, factors: Tensor, shape: torch.Size) -> None:
+        """As `add_weighted_sum`, of some rows (ascending) of W alone, into `out` (rows, ...). `shape` is W's."""
+        total = out.new_zeros(shape)
+        self.add_weighted_sum(total.view(-1), factors)
+        out.add_(total[rows])
+
     @abstractmethod
     def restricted(self, rows: Tensor, width: int) -> Use:
         """The same with zeros outside of `rows` (ascending) of W, whose rows have `width` elements."""

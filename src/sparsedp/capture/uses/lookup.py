@@ -113,6 +113,11 @@ class Lookup(Use):
         rows, values = self.weighted_rows(factors)
         out.view(-1, values.shape[1]).index_add_(0, rows, values)
 
+    def add_weighted_rows(self, out: Tensor, rows: Tensor, factors: Tensor, shape: torch.Size) -> None:
+        found, values = self.weighted_rows(factors)
+        at = places_among(rows, found)
+        out.view(len(rows), -1).index_add_(0, at[at >= 0], values[at >= 0])
+
     def restricted(self, rows: Tensor, width: int) -> Lookup:
         ids = self.ids.masked_fill(places_among(rows, self.ids) < 0, -1)
         return Lookup(ids, self.units, self.grad, self.source, self.weight, self.one_each)

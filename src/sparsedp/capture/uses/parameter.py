@@ -109,6 +109,14 @@ class ParameterUses:
         for use in self.all:
             use.add_weighted_sum(flat, factors)
 
+    def add_weighted_rows(self, out: Tensor, rows: Tensor, factors: Tensor, shape: torch.Size) -> None:
+        """As `add_weighted_sum`, of some rows (ascending) of a parameter of that shape alone, into `out` (rows, ...)."""
+        if len(rows) == shape[0]:
+            self.add_weighted_sum(out, factors)
+            return
+        for use in self.all:
+            use.add_weighted_rows(out, rows, factors, shape)
+
     def restricted(self, rows: Tensor, width: int) -> ParameterUses:
         """The uses of a table of rows of `width` elements, with everything outside of `rows` (ascending) set to zero."""
         return ParameterUses(*_by_kind(use.restricted(rows, width) for use in self.all))

@@ -147,13 +147,32 @@ class Softmax(Use):
     # ------------------------------------------------------------------ sums
 
     def add_weighted_sum(self, out: Tensor, factors: Tensor) -> None:
+        block = out[self.first * self.width :][: self.table().numel()].view(self.table().shape)
+        if self.rows is None:
+            self._add_to(block, factors)
+        else:
+            total = out.new_zeros(self.rows.numel(), self.width)
+            self._add_to(total, factors)
+            block.index_add_(0, self.rows, total)
+
+    def add_weighted_rows(self, out: Tensor, rows: Tensor, factors: Tensor, shape: torch.Size) -> None:
+        """Of a selection, nothing as large as the table is formed."""
+        mine = self.restricted(rows, self.width)
+        assert mine.rows is not None
+        if torch.equal(mine.rows + self.first, rows):
+            mine._add_to(out.view(len(rows), self.width), factors)
+            return
+        total = out.new_zeros(mine.rows.numel(), self.width)
+        mine._add_to(total, factors)
+        out.view(len(rows), self.width).index_add_(0, places_among(rows, mine.rows + self.first), total)
+
+    def _add_to(self, total: Tensor, factors: Tensor) -> None:
+        """Adds the weighted sum to `total`, (n, d), of the rows that count."""
         table, target = self._counted()
         kept = (self.target >= 0).flatten().nonzero().squeeze(1)
         hidden, log_sum = self.hidden.flatten(0, 1)[kept], self.log_sum.flatten()[kept, None]
         weight = (self.scale * factors[:, None].to(self.scale.dtype)).flatten()[kept, None]
         target = target.flatten()[kept]
-        block = out[self.first * self.width :][: self.table().numel()].view(self.table().shape)
-        total = block if self.rows is None else out.new_zeros(table.shape)
         scratch = Scratch()
         step = max(_TOGETHER, logit_gradients.CHUNK // max(1, table.shape[0]))
         for start in range(0, kept.numel(), step):
@@ -162,8 +181,6 @@ class Softmax(Use):
             columns = column_chunks(table.shape[0], len(inputs), logit_gradients.CHUNK)
             for c, grad in gradients(hidden[s], table, log_sum[s], target[s], self._blank, columns, scratch):
                 total[c].addmm_(grad.mT, inputs)
-        if self.rows is not None:
-            block.index_add_(0, self.rows, total)
 
     # ------------------------------------------------------------------ other uses made of it
 
