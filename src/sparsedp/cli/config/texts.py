@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -50,6 +51,7 @@ class TextData(DatasetKind):
     separator: str | None = None
     quotes: bool | None = None
     max_malformed: Share = 0.001
+    rows: Count | None = None
     held_out: HeldOutShare | str | list[str] = 0.1
     guessed: bool = False
 
@@ -103,6 +105,8 @@ class TextData(DatasetKind):
             )
 
         training = read(self.paths)
+        if self.rows is not None:
+            training = training.subset(np.arange(min(self.rows, len(training))))
         if isinstance(self.held_out, float):
             rows = len(training)
             training, held_out = training.split(self.held_out)
