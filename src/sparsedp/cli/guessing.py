@@ -125,7 +125,11 @@ def guess_texts(sample: Sample, label: str | None = None) -> list[Guess] | None:
         raise ConfigError(f"--label {label}: the columns are {', '.join(columns)}{suggestion(label, columns)}")
     found = {name: _guess_feature(name, values, len(sample.rows), True) for name, values in columns.items()}
     named = [name for name in columns if _plain(name).removeprefix("gold") in map(_plain, (*_LABELS, *_CLASSES))]
-    few = [name for name, values in columns.items() if found[name].kind == "categorical" and len(set(map(str, values))) <= _FEW]
+    few = [
+        name
+        for name, values in columns.items()
+        if found[name].kind == "categorical" and len(set(map(str, values))) <= _FEW
+    ]
     chosen = label or next(iter([*named, *few]), None)
     if chosen is None:
         return None

@@ -73,9 +73,9 @@ class TextColumns:
 
 
 class TextDataset(ArrayDataset):
-    """Examples (tokens, label); (tokens, tokens of the second text, label) of pairs; with the tokenizer's own special tokens
+    """Examples (tokens, label); (tokens, tokens of the second text, label) of pairs; with the tokenizer's special tokens
     (tokens of both, which text each is of, label). Tokens are rows of a table of `rows`, int64 [length]; behind a text stands
-    `padding`. A label is the number of its class. Every example has the same width, so that no batch tells how long its texts are.
+    `padding`. A label is the number of its class. Every example has the same width, so that no batch tells how long texts are.
     """
 
     def __init__(

@@ -56,15 +56,17 @@ class TokenizerFolder:
     def encode_joined(
         self, texts: Sequence[str], seconds: Sequence[str] | None, length: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Each text, or pair of texts, as the tokenizer puts it for a model, with its special tokens; and which of the two a token
-        is of. Of the longer one tokens are left out until there are `length`.
+        """Each text, or pair of texts, as the tokenizer puts it for a model, with its special tokens; and which text a token is
+        of. Of the longer one tokens are left out until there are `length`.
         """
         try:
             self._tokenizer.enable_truncation(length, strategy="longest_first")
             pairs: Sequence[Any] = list(texts) if seconds is None else list(zip(texts, seconds))
             found = self._tokenizer.encode_batch(pairs, add_special_tokens=True)
         except Exception as error:  # the tokenizers package raises plain Exceptions
-            raise ConfigError(f"{self.path}: cannot write texts of at most {length} tokens: {one_line(error)}") from error
+            raise ConfigError(
+                f"{self.path}: cannot write texts of at most {length} tokens: {one_line(error)}"
+            ) from error
         ids = padded([one.ids for one in found], length, self.padding)
         return ids, padded([one.type_ids for one in found], length, 0)
 
@@ -88,7 +90,9 @@ def _read_tokenizer(path: Path) -> Any:
     try:
         if file.is_file():
             return Tokenizer.from_file(str(file))
-        from transformers import AutoTokenizer  # older folders: made from vocab.txt, merges.txt or a SentencePiece model
+        from transformers import (
+            AutoTokenizer,
+        )  # older folders: made from vocab.txt, merges.txt or a SentencePiece model
 
         read = AutoTokenizer.from_pretrained(path, local_files_only=True)
         return Tokenizer.from_str(read.backend_tokenizer.to_str())
@@ -111,7 +115,7 @@ def _configured_padding(path: Path) -> str | None:
 
 
 class WordList:
-    """A public text file with a word in each line, whose row is the number of the line, from 0; padding is the row behind the last.
+    """A public text file with a word in each line, whose row is the number of the line, from 0. Padding is one row more.
 
     Texts are cut into words in lower case; words that are not in the file are left out.
     """
@@ -137,7 +141,7 @@ class WordList:
 
 
 class HashedWords:
-    """Words in lower case, hashed to `buckets` rows, of which row 0 is padding: nothing is looked at and nothing has to be there."""
+    """Words in lower case, hashed to `buckets` rows, of which row 0 is padding."""
 
     padding = 0
 

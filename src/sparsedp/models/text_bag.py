@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ class TextBag(nn.Module):
             self.table.weight[padding] = 0
         sizes = [dim * (4 if towers else 1), *hidden]
         layers: list[nn.Module] = []
-        for before, after in zip(sizes, sizes[1:]):
+        for before, after in pairwise(sizes):
             layers += [nn.Linear(before, after), nn.ReLU()]
         self.head = nn.Sequential(*layers, nn.Linear(sizes[-1], classes))
 

@@ -143,12 +143,12 @@ def _known_targets(model: nn.Module) -> list[str]:
 
 
 def lora_size(rows: int, dim: int, rank: int) -> int:
-    """Coordinates of the gradient of an adapter beside a table: A is rank x rows and B is dim x rank (DP-AdaFEST, section 4.4)."""
+    """Coordinates of the gradient of an adapter beside a table: A is rank x rows, B dim x rank (DP-AdaFEST, section 4.4)."""
     return (rows + dim) * rank
 
 
 def read_rows(path: str | Path, name: str | None = None) -> Tensor:
-    """The rows of a table, float32 [rows, dim], out of a file .safetensors or .npy; `name` is that of the tensor among several."""
+    """The rows of a table, float32 [rows, dim], in a file .safetensors or .npy; `name` is that of the tensor among several."""
     import numpy as np
 
     path = Path(path)
@@ -164,7 +164,9 @@ def read_rows(path: str | Path, name: str | None = None) -> Tensor:
             with safe_open(path, "pt") as file:
                 names = list(file.keys())
                 if name is None and len(names) > 1:
-                    raise ConfigError(f"{where} has several tensors; say which: model.tensor, one of {', '.join(names)}")
+                    raise ConfigError(
+                        f"{where} has several tensors; say which: model.tensor, one of {', '.join(names)}"
+                    )
                 if name is not None and name not in names:
                     raise ConfigError(f"{where} has no tensor {name!r}; it has {', '.join(names)}")
                 found = file.get_tensor(name or names[0])

@@ -176,7 +176,7 @@ def _text_config(file: str, guesses: list[Guess], sample: Sample) -> str:
         units = len(set(map(str, sample.column(sample.names.index(user.name)))))
     by_user = user is not None and units >= _COUNT_OF_USERS
     lines = [
-        f"# Written by `sparsedp init --text`, which guessed what the columns of {Path(file).name} are. Change what is wrong, then:",
+        f"# Written by `sparsedp init --text`, which guessed what columns {Path(file).name} has. Change what is wrong, then:",
         "#   sparsedp train THIS_FILE",
         "# The keys that are not here have their defaults: sparsedp train THIS_FILE --show-config explains all.",
         "",

@@ -39,14 +39,7 @@ class Config:
         | OwnData
     )
     model: (
-        PctrModel
-        | DlrmModel
-        | TransformerModel
-        | RecurrentModel
-        | DualModel
-        | TextBagModel
-        | EncoderModel
-        | OwnModel
+        PctrModel | DlrmModel | TransformerModel | RecurrentModel | DualModel | TextBagModel | EncoderModel | OwnModel
     )
     optimizer: OptimizerConfig
     training: TrainingConfig
@@ -79,7 +72,9 @@ class Config:
         elif self.loss == "cross_entropy":
             for key, part in parts.items():
                 if part.topic is not None:
-                    problem = f"{part.kind} is about {part.topic}, and cross_entropy is the loss of classes, as of texts"
+                    problem = (
+                        f"{part.kind} is about {part.topic}, and cross_entropy is the loss of classes, as of texts"
+                    )
                     raise SchemaError(key, problem)
         if isinstance(self.model, EncoderModel) and isinstance(self.data, TextData) and not self.data.special_tokens:
             problem = "give true: an encoder reads texts as its tokenizer writes them"

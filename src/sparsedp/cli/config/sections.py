@@ -168,7 +168,9 @@ class PrivacyConfig:
     unit: Literal["example", "user"] = "example"
     max_examples_per_user: Count | None = None
     frequencies: FrequencyConfig | None = None
-    counts: str | None = None  # a file of public counts, for a mechanism with look_at: counts, or FEST with counts: public
+    counts: str | None = (
+        None  # a file of public counts, for a mechanism with look_at: counts, or FEST with counts: public
+    )
     chosen_on_data: bool = False  # whether the mechanism was chosen by a look at the data: the statement then says so
 
     def __post_init__(self) -> None:

@@ -121,7 +121,9 @@ class TextData(DatasetKind):
         def filled(paths: Any, key: str) -> Any:
             if isinstance(paths, str):
                 return absolute_with_variables(paths, f"data.{key}")
-            return [absolute_with_variables(path, f"data.{key}") for path in paths] if isinstance(paths, list) else paths
+            return (
+                [absolute_with_variables(path, f"data.{key}") for path in paths] if isinstance(paths, list) else paths
+            )
 
         keys = ("paths", "tokenizer", "vocabulary", "held_out")
         return replace(self, **{key: filled(getattr(self, key), key) for key in keys})
