@@ -11,10 +11,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
-
 from benchmarks.command import main
 from benchmarks.texts.fetch import Unpacker, fetch, read_frequencies, token_counts
 from benchmarks.texts.options import RANKS, lora_table
+
 from sparsedp.cli.config.load import load_config
 from sparsedp.cli.config.sweepfile import expand, load_sweep
 from sparsedp.cli.config.texts import TextData

@@ -131,6 +131,12 @@ def test_subsets_batches_and_empty_batches(tmp_path: Path, vocabulary: Path) -> 
     assert ids.shape == (0, 3) and labels.shape == (0,)
 
 
+def test_the_first_rows_alone_are_what_the_file_begins_with(tmp_path: Path, vocabulary: Path) -> None:
+    path = write_tsv(tmp_path / "a.tsv", [*zip(TEXTS, LABELS), *zip(TEXTS, LABELS)])
+    whole, some = (open_texts(path, COLUMNS, WordList(vocabulary), length=4, rows=rows) for rows in (None, 3))
+    assert len(whole) == 8 and torch.equal(some.arrays[0], whole.arrays[0][:3]) and some.labels.tolist() == LABELS[:3]
+
+
 def test_words_and_white_space(tmp_path: Path) -> None:
     path = tmp_path / "words.txt"
     path.write_text("don\n'\nt\ndon't\nnaïve\n.\n")

@@ -143,13 +143,15 @@ def open_texts(
     *,
     length: int = 64,
     special_tokens: bool = False,
+    rows: int | None = None,
     max_malformed: float = 0.001,
     progress: Callable[[int], None] | None = None,
 ) -> TextDataset:
     """Reads texts and their labels from files or a frame, as `open_table` does, and keeps their tokens in memory.
 
     Rows with an empty text or an unknown label are malformed: they are left out, and more than the share `max_malformed` of them
-    is a DataError. With `special_tokens` each example is one sequence, as the tokenizer writes it for its model.
+    is a DataError. With `special_tokens` each example is one sequence, as the tokenizer writes it for its model. `rows`: only so
+    many are taken, the first ones.
     """
     is_paths = isinstance(data, (str, os.PathLike)) or (
         isinstance(data, (list, tuple)) and all(isinstance(path, (str, os.PathLike)) for path in data)
@@ -157,26 +159,29 @@ def open_texts(
     wanted = columns.wanted()
     sources = [open_source(p, wanted) for p in find_sources(data)] if is_paths else [open_frame(data, wanted)]
     read = _Read()
-    for source in sources:
-        for piece in source.pieces():
-            _take(piece(), source, columns, read)
-            read.summary.check(max_malformed, complete=False)
-            if progress is not None:
-                progress(read.summary.rows)
+    pieces = ((piece, source) for source in sources for piece in source.pieces())
+    for piece, source in pieces:
+        _take(piece(), source, columns, read)
+        read.summary.check(max_malformed, complete=False)
+        if progress is not None:
+            progress(read.summary.rows)
+        if rows is not None and read.summary.rows >= rows:
+            break
     read.summary.check(max_malformed)
     if read.summary.rows == 0:
         raise DataError(f"no rows in {', '.join(source.name for source in sources)}")
+    texts, seconds, owners = read.texts[:rows], read.seconds[:rows], read.users[:rows]
     pairs = columns.second is not None
     if special_tokens:
         if not isinstance(tokens, TokenizerFolder):
             raise ConfigError("special tokens are a tokenizer's: name its folder (data.tokenizer)")
-        inputs = list(tokens.encode_joined(read.texts, read.seconds if pairs else None, length))
+        inputs = list(tokens.encode_joined(texts, seconds if pairs else None, length))
     else:
-        inputs = [tokens.encode(texts, length) for texts in ((read.texts, read.seconds) if pairs else (read.texts,))]
-    users = np.unique(np.array(read.users, object), return_inverse=True)[1] if columns.user is not None else None
+        inputs = [tokens.encode(part, length) for part in ((texts, seconds) if pairs else (texts,))]
+    users = np.unique(np.array(owners, object), return_inverse=True)[1] if columns.user is not None else None
     return TextDataset(
         [torch.from_numpy(part) for part in inputs],
-        torch.from_numpy(np.concatenate(read.labels)),
+        torch.from_numpy(np.concatenate(read.labels)[:rows]),
         rows=tokens.rows,
         padding=tokens.padding,
         classes=columns.names,

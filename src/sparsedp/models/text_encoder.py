@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -114,9 +113,7 @@ def _with_lora(model: nn.Module, lora: Lora, words: str | None) -> nn.Module:
         import peft
     except ImportError as error:
         raise ConfigError("model.lora needs the package peft: pip install -e '.[encoder]'") from error
-    targets: Sequence[str] | None = lora.targets or None
-    if words is not None:
-        targets = [*(targets or _known_targets(model)), words]
+    targets = [*(lora.targets or _known_targets(model)), *([] if words is None else [words])]
     try:
         return peft.get_peft_model(
             model,
@@ -125,10 +122,10 @@ def _with_lora(model: nn.Module, lora: Lora, words: str | None) -> nn.Module:
                 r=lora.rank,
                 lora_alpha=lora.alpha,
                 lora_dropout=0.0,
-                target_modules=None if targets is None else list(targets),
+                target_modules=targets,
             ),
         )
-    except ValueError as error:  # no such modules, or none are known
+    except ValueError as error:  # no such modules
         raise ConfigError(f"model.lora.targets: {one_line(error)}") from error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -93,20 +92,19 @@ class TextData(DatasetKind):
     def load(self, code: Code, progress: RowsRead | None = None) -> Data:
         tokens = self.make_tokens()
 
-        def read(paths: str | list[str]) -> TextDataset:
+        def read(paths: str | list[str], rows: int | None = None) -> TextDataset:
             return open_texts(
                 paths,
                 self.make_columns(),
                 tokens,
                 length=self.length,
                 special_tokens=self.special_tokens,
+                rows=rows,
                 max_malformed=self.max_malformed,
                 progress=progress,
             )
 
-        training = read(self.paths)
-        if self.rows is not None:
-            training = training.subset(np.arange(min(self.rows, len(training))))
+        training = read(self.paths, self.rows)
         if isinstance(self.held_out, float):
             rows = len(training)
             training, held_out = training.split(self.held_out)
