@@ -18,6 +18,7 @@ from benchmarks.secret_sharer import options as secret_sharer
 from benchmarks.speed import all_parts
 from benchmarks.speed.console import prepare_output
 from benchmarks.speed.parts import PARTS, options_of, plots_of
+from benchmarks.texts import options as texts
 from sparsedp.cli.main import run_command
 
 PROGRAM = "python -m benchmarks"
@@ -59,6 +60,10 @@ def make_parser() -> argparse.ArgumentParser:
     readers = commands.add_parser("reading", help="rows per second and memory of reading a click log")
     reading.add_arguments(readers)
     readers.set_defaults(run=reading.run)
+    classifiers = commands.add_parser(
+        "texts", help="what the experiments on texts start from, and LoRA's gradient sizes"
+    )
+    texts.add_arguments(classifiers)
     for name, summary in PARTS.items():
         part = commands.add_parser(name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.")
         options_of(name).add_arguments(part)

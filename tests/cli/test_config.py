@@ -80,6 +80,8 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
         "model": {"context", "features", "buckets"},
     }
     of_dlrm = {"bottom", "top"}  # which dlrm.yaml explains
+    of_texts = {section: yaml.safe_load((configs / "sst2.yaml").read_text())[section] for section in ("data", "model")}
+    of_encoders = yaml.safe_load((configs / "sst2-encoder.yaml").read_text())["model"]
     of_tables = yaml.safe_load((configs / "table.yaml").read_text())["data"]
     for path in all_paths(type(load_config("demo"))):
         section, _, key = path.partition(".")
@@ -94,8 +96,16 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
                 *of_sequences["data"],
                 *of_timelines["data"],
                 *of_tables,
+                *of_texts["data"],
             },
-            "model": {"options", *of_sequences["model"], *of_timelines["model"], *of_dlrm},
+            "model": {
+                "options",
+                *of_sequences["model"],
+                *of_timelines["model"],
+                *of_dlrm,
+                *of_texts["model"],
+                *of_encoders,
+            },
             "privacy": of_sequences["privacy"],
         }
         if path.startswith("optimizer.tables."):
@@ -149,11 +159,11 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
         ("privacy.mechanism=5", r"privacy.mechanism: expected a mapping; got 5"),
         (
             "data.kind=generatd",
-            r"data.kind: expected generated or table or clicklog or generated_sequences or sequences or generated_timelines or timelines or 'package.module:name'.*'generated'\?",
+            r"data.kind: expected generated or table or clicklog or generated_sequences or sequences or generated_timelines or timelines or text or 'package.module:name'.*'generated'\?",
         ),
         (
             "data.kind=my module:f",
-            r"data.kind: expected generated or table or clicklog or generated_sequences or sequences or generated_timelines or timelines or 'package.module:name'",
+            r"data.kind: expected generated or table or clicklog or generated_sequences or sequences or generated_timelines or timelines or text or 'package.module:name'",
         ),
         ("data=none", r"data: expected a mapping with the key kind; got 'none'"),
         ("data={rows: 3}", r"data.kind: missing; expected generated or table or clicklog"),
@@ -162,7 +172,7 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
         ("model.hidden=0", r"model.hidden: expected a whole number of at least 1; got 0"),
         (
             "loss=mse",
-            r"loss: expected binary_cross_entropy or softmax or sampled_softmax or binary_candidates or 'package.module:name'; got 'mse'",
+            r"loss: expected binary_cross_entropy or cross_entropy or softmax or sampled_softmax or binary_candidates or 'package.module:name'; got 'mse'",
         ),
         (
             "optimizer.name=Adm",

@@ -122,8 +122,32 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     Path("reviews.tsv").write_text("review\tlabel\n" + "".join(f"{words[i % 3]}\t{i % 2}\n" for i in range(100)))
     assert main(["init", "--text", "reviews.tsv"]) == 0
     data = yaml.safe_load(Path("reviews.yaml").read_text())["data"]
-    assert [*data["text"]] == ["review"] and "categorical" not in data
+    assert (data["kind"], data["text"], data["label"], data["classes"]) == ("text", "review", "label", 2)
     assert train("reviews.yaml", capsys)["unit"] == "example"
+
+
+def test_pairs_of_texts_with_named_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f"{['yes', 'no', 'maybe'][i % 3]},a film {i % 5},it is good {i % 7},u{i % 40},{i}" for i in range(200)]
+    Path("pairs.csv").write_text("gold_label,premise,hypothesis,user,row\n" + "\n".join(lines) + "\n")
+    assert main(["init", "--text", "pairs.csv"]) == 0
+    config = yaml.safe_load(Path("pairs.yaml").read_text())
+    data = config["data"]
+    assert (data["text"], data["second"], data["label"]) == ("premise", "hypothesis", "gold_label")
+    assert data["classes"] == ["maybe", "no", "yes"] and data["user"] == "user" and config["model"]["pair"] == "towers"
+    statement = train("pairs.yaml", capsys)
+    assert statement["unit"] == "user" and any("guessed" in line for line in statement["not_covered"])
+
+
+def test_texts_beside_other_columns_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["good film", "bad film indeed", "so so"]
+    lines = [f"{words[i % 3]}\tc{i % 4}\t{i % 2}" for i in range(100)]
+    Path("reviews.tsv").write_text("review\tcountry\tlabel\n" + "\n".join(lines) + "\n")
+    assert main(["init", "--text", "reviews.tsv"]) == 0
+    data = yaml.safe_load(Path("reviews.yaml").read_text())["data"]
+    assert data["kind"] == "table" and [*data["text"]] == ["review"] and [*data["categorical"]] == ["country"]
+    assert "--label nothing: the columns are" in refused(
+        capsys, "init", "--text", "--label", "nothing", "reviews.tsv", "--to", "b.yaml"
+    )
 
 
 def test_an_own_model(capsys: pytest.CaptureFixture[str]) -> None:

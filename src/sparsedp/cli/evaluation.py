@@ -28,7 +28,7 @@ TOP = 10  # the k of NDCG@k and HIT@k
 # What a mean cross-entropy cannot reach unless training has diverged: guessing costs the logarithm of what there is to guess
 # from, less than 20. Other losses have the scale of what they measure.
 _LARGEST_CROSS_ENTROPY, _LARGEST_LOSS = 100.0, 1e20
-_CROSS_ENTROPIES = {"binary_cross_entropy", *SEQUENCE_LOSSES}
+_CROSS_ENTROPIES = {"binary_cross_entropy", "cross_entropy", *SEQUENCE_LOSSES}
 
 
 class EvaluationError(SparseDPError):
@@ -42,8 +42,8 @@ class DivergedError(SparseDPError):
 def evaluate(
     config: Config, model: nn.Module, loss: Loss, data: Data, progress: ExamplesDone = lambda count: None
 ) -> dict[str, Any]:
-    """AUC, log loss and calibration for binary cross-entropy, NDCG, HIT and MRR for held-out items of sequences, else the mean
-    loss, with the mean squared error where outputs and targets are numbers of one shape.
+    """AUC, log loss and calibration for binary cross-entropy, accuracy for classes, NDCG, HIT and MRR for held-out items of
+    sequences, else the mean loss, with the mean squared error where outputs and targets are numbers of one shape.
 
     Empty if nothing is held out. If the held-out data have periods, "periods" has the same for each of them.
     """
@@ -131,11 +131,15 @@ class _Outputs:
     logits: torch.Tensor | None  # these and the labels for binary cross-entropy alone
     labels: torch.Tensor | None
     squares: tuple[float, int] | None = None  # the sum of squared errors and of how many, where these are defined
+    right: int | None = None  # how many classes were right, for cross-entropy alone
 
 
 def _metrics(parts: Sequence[_Outputs]) -> dict[str, float]:
     """The metrics of all parts together."""
-    mean = {"loss": sum(part.loss for part in parts) / sum(part.count for part in parts)}
+    examples = sum(part.count for part in parts)
+    mean = {"loss": sum(part.loss for part in parts) / examples}
+    if all(part.right is not None for part in parts):
+        return {"accuracy": sum(part.right or 0 for part in parts) / examples, **mean}
     if any(part.logits is None for part in parts):
         squares = [part.squares for part in parts if part.squares is not None]
         if len(squares) == len(parts):
@@ -171,6 +175,7 @@ def _outputs(
     total, done = 0.0, 0
     squared, numbers = 0.0, 0
     comparable = True  # outputs with targets
+    right = 0
     with torch.no_grad(), evaluating(model):
         batches = _batches(dataset, collate, batch_size)
         while done < len(dataset):
@@ -188,9 +193,13 @@ def _outputs(
             if config.loss == "binary_cross_entropy":
                 outputs.append(output)
                 targets.append(target)
+            elif config.loss == "cross_entropy":
+                right += int((output.argmax(1) == target).sum())
             elif comparable := comparable and _are_numbers_alike(output, target):
                 squared += (output.double() - target.double()).square().sum().item()
                 numbers += output.numel()
+    if config.loss == "cross_entropy":
+        return _Outputs(total, done, None, None, right=right)
     if config.loss != "binary_cross_entropy":
         return _Outputs(total, done, None, None, (squared, numbers) if comparable and numbers else None)
     return _Outputs(total, done, torch.cat(outputs), torch.cat(targets))

@@ -16,6 +16,7 @@ from sparsedp.errors import ConfigError, suggestion
 Kind = Literal["label", "categorical", "numeric", "sequence", "text", "user", "item", "time", "nothing"]
 _LABELS = ("label", "click", "clicked", "is_click", "target", "y", "outcome", "converted", "conversion", "purchased", "bought",
            "response", "liked", "churn", "is_fraud", "class")  # fmt: skip
+_CLASSES = ("sentiment", "category", "topic", "intent", "emotion", "isduplicate", "entailment", "relation")
 _RATINGS = ("rating", "stars", "score", "grade", "overall")
 _USERS = ("user", "userid", "uid", "customer", "customerid", "member", "memberid", "visitor", "visitorid", "reviewerid", "client",
           "clientid", "account", "accountid", "person", "personid", "patient", "patientid", "who")  # fmt: skip
@@ -112,6 +113,47 @@ def guess_table(sample: Sample, label: str | None = None, *, text: bool = False)
             "configuration by hand: sparsedp train table --show-config explains its keys"
         )
     return list(found.values())
+
+
+def guess_texts(sample: Sample, label: str | None = None) -> list[Guess] | None:
+    """The same for a file with one or two columns in words and a label with a few classes; None if there is more to learn from.
+
+    The label's options are its classes: how many, if they are whole numbers from 0, or their names.
+    """
+    columns = {name: sample.column(i) for i, name in enumerate(sample.names)}
+    if label is not None and label not in columns:
+        raise ConfigError(f"--label {label}: the columns are {', '.join(columns)}{suggestion(label, columns)}")
+    found = {name: _guess_feature(name, values, len(sample.rows), True) for name, values in columns.items()}
+    named = [name for name in columns if _plain(name).removeprefix("gold") in map(_plain, (*_LABELS, *_CLASSES))]
+    few = [
+        name
+        for name, values in columns.items()
+        if found[name].kind == "categorical" and len(set(map(str, values))) <= _FEW
+    ]
+    chosen = label or next(iter([*named, *few]), None)
+    if chosen is None:
+        return None
+    classes = _classes(columns[chosen])
+    others = [guess for name, guess in found.items() if name != chosen]
+    texts = [guess for guess in others if guess.kind == "text"]
+    rest = [guess for guess in others if guess.kind not in ("text", "user", "nothing")]
+    if classes is None or rest or not 1 <= len(texts) <= 2:
+        return None
+    many = classes if isinstance(classes, int) else len(classes)
+    found[chosen] = Guess(chosen, "label", f"{'you named it; ' if label else ''}{many} classes", {"classes": classes})
+    for other in [guess for guess in others if guess.kind == "user"][1:]:
+        found[other.name] = Guess(other.name, "nothing", "there is another column for user already")
+    return list(found.values())
+
+
+def _classes(values: list[Any]) -> int | list[str] | None:
+    """How many classes, if labels are whole numbers from 0; their names; None if these are too many or too few."""
+    texts = {str(value).strip() for value in values}
+    if not 2 <= len(texts) <= _FEW:
+        return None
+    if all(text.isdecimal() for text in texts) and (most := max(map(int, texts))) < _FEW:
+        return max(2, most + 1)
+    return sorted(texts)
 
 
 def guess_actions(sample: Sample) -> dict[str, Guess]:

@@ -168,6 +168,8 @@ def metric_lines(metrics: dict[str, Any], planted_auc: float | None) -> list[tup
         shown = f"{metrics[name]:.4f}" + (f" ({others})" if others else "")
         title = name.upper() if name.startswith(("ndcg", "hit", "mrr")) else name
         lines.append((f"{title}, held out", shown))
+    if "accuracy" in metrics:
+        lines.append(("accuracy, held out", f"{metrics['accuracy']:.4f}"))
     if "loss" in metrics:
         lines.append(("loss, held out", f"{metrics['loss']:.4f}"))
     if "mse" in metrics:

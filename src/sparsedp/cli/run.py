@@ -166,9 +166,7 @@ def _require_space(config: Config, model: nn.Module, run_dir: Path | None, resum
 
 def load_with_progress(config: Config, reporter: Reporter) -> Data:
     started = time.monotonic()
-    data = load_data(
-        config, every_few_seconds(lambda rows: reporter.say(f"Reading the click log: {rows:,} rows so far"))
-    )
+    data = load_data(config, every_few_seconds(lambda rows: reporter.say(f"Reading the data: {rows:,} rows so far")))
     held_out = "nothing" if data.held_out is None else f"{len(data.held_out):,}"
     seconds = time.monotonic() - started
     reporter.say(f"Data: {len(data.training):,} examples to train on, {held_out} held out ({seconds:.1f} s)")

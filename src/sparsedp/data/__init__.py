@@ -27,6 +27,7 @@ from sparsedp.data.tableschema import (
     TableSchema,
     TextColumn,
 )
+from sparsedp.data.texts import TextColumns, TextDataset, open_texts
 from sparsedp.data.timelines import (
     HeldOutLabels,
     LabelCollate,
@@ -36,6 +37,7 @@ from sparsedp.data.timelines import (
     split_timelines,
 )
 from sparsedp.data.titles import read_titles, title_rows, title_words
+from sparsedp.data.tokens import HashedWords, TokenizerFolder, WordList
 from sparsedp.data.vocabulary import CountVocabulary, GivenVocabulary, HashVocabulary
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "GeneratedTimelines",
     "GivenVocabulary",
     "HashVocabulary",
+    "HashedWords",
     "HeldOutItems",
     "HeldOutLabels",
     "LabelCollate",
@@ -70,9 +73,13 @@ __all__ = [
     "TableDataset",
     "TableSchema",
     "TextColumn",
+    "TextColumns",
+    "TextDataset",
     "Timeline",
     "TimelineDataset",
     "TimelineSplit",
+    "TokenizerFolder",
+    "WordList",
     "auc",
     "brier_score",
     "calibration_error",
@@ -85,6 +92,7 @@ __all__ = [
     "open_click_log",
     "open_sequences",
     "open_table",
+    "open_texts",
     "popularity_scorer",
     "rank_held_out",
     "ranks",

@@ -14,7 +14,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from glob import glob, has_magic
 from pathlib import Path
@@ -75,7 +75,7 @@ class Wanted:
     columns: Sequence[str] = ()  # all of a file without a header
     mark: str = ""  # a first line with this name in it is a header even so
     separator: str | None = None
-    quotes: bool = True
+    quotes: bool | None = True  # None: fields stand in quotes unless tabs stand between them
     optional_periods: Sequence[str] = ()
 
 
@@ -236,7 +236,7 @@ class _TextReader:
         if table is None:
             table, bad = self._parsed(block, {})
         columns = {use: _whole(table.column(f"{place}")) for use, place in self._layout.columns.items()}
-        rows = _Rows(block, lines_before, self._wanted.quotes, [row for row, _, _ in bad])
+        rows = _Rows(block, lines_before, bool(self._wanted.quotes), [row for row, _, _ in bad])
         named = [(lines_before + line, f"is not {Form.TEXT.says}") for line in unreadable[: self._kept]]
         expected = self._layout.fields
         named += [(rows.line(row), f"{fields} fields, expected {expected}") for row, fields, _ in bad[: self._kept]]
@@ -263,7 +263,7 @@ class _TextReader:
             pyarrow.csv.ParseOptions(
                 delimiter=self._layout.separator,
                 quote_char='"' if self._wanted.quotes else False,
-                newlines_in_values=self._wanted.quotes,
+                newlines_in_values=bool(self._wanted.quotes),
                 invalid_row_handler=note,
             ),
             pyarrow.csv.ConvertOptions(
@@ -348,6 +348,9 @@ def _text(path: Path, wanted: Wanted) -> Source:
             if not any(piece.strip() for piece in iter(lambda: stream.read(_FIRST_BLOCK), b"")):
                 return Source(path.name, None, lambda: iter(()))  # an empty file: a day without rows
         raise DataError(f"{path}: the first line is blank; a header or a row is expected there")
+    if wanted.quotes is None:
+        separator = wanted.separator or guess_separator(first_line.decode("utf-8", "replace"))
+        wanted = replace(wanted, quotes=separator != "\t")
     layout = _layout(first_line, path, wanted)
     return Source(path.name, layout.columns, partial(_text_pieces, path, layout, wanted))
 

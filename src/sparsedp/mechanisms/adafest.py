@@ -109,9 +109,10 @@ class AdaFEST(Mechanism):
 
     @property
     def assumptions(self) -> tuple[str, ...]:
+        of_preselect = () if self.preselect is None else self.preselect.assumptions
         if not isinstance(self.look_at, PublicCounts):
-            return ()
-        return ("The counts of rows that the threshold was found from are public.",)
+            return of_preselect
+        return ("The counts of rows that the threshold was found from are public.", *of_preselect)
 
     @property
     def not_covered(self) -> tuple[str, ...]:

@@ -96,6 +96,10 @@ class FEST(Mechanism):
     def guarantee(self) -> str:
         return "(epsilon, delta)-differential privacy for the model after every step, and for the choice of rows"
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return () if self.counts is None else ("The counts that rows were selected by are public.",)
+
     def setup_event(self) -> dp_accounting.DpEvent | None:
         if self.counts is not None:
             return None

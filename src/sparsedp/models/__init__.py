@@ -1,4 +1,4 @@
-"""The models of the papers."""
+"""The models of the papers, and classifiers of texts."""
 
 from sparsedp.models.dlrm import DLRM, dlrm_table_sizes
 from sparsedp.models.dpformer import DPFormer
@@ -7,6 +7,8 @@ from sparsedp.models.dual_features import FeatureDualEncoder
 from sparsedp.models.pctr import PCTR
 from sparsedp.models.recurrent import RecurrentRecommender
 from sparsedp.models.sequence import SequenceModel
+from sparsedp.models.text_bag import TextBag
+from sparsedp.models.text_encoder import Lora, TextEncoder, read_encoder
 
 __all__ = [
     "DLRM",
@@ -14,7 +16,11 @@ __all__ = [
     "DPFormer",
     "DualEncoder",
     "FeatureDualEncoder",
+    "Lora",
     "RecurrentRecommender",
     "SequenceModel",
+    "TextBag",
+    "TextEncoder",
     "dlrm_table_sizes",
+    "read_encoder",
 ]

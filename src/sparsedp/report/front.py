@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 VALIDATION, TEST = "validation", "test"
-_MORE_IS_BETTER = {"auc", "ndcg@10", "hit@10", "precision@10", "recall@10", "mrr"}
+_MORE_IS_BETTER = {"auc", "accuracy", "ndcg@10", "hit@10", "precision@10", "recall@10", "mrr"}
 
 
 @dataclass(frozen=True)

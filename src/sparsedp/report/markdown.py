@@ -8,7 +8,8 @@ from typing import Any
 
 TABLES_DO_NOT_MATTER = "the tables matter too little here for a trade-off to mean something"
 METRIC_NAMES = {
-    "auc": "AUC", "log_loss": "log loss", "ndcg@10": "NDCG@10", "hit@10": "HIT@10", "precision@10": "precision@10",
+    "auc": "AUC", "accuracy": "accuracy", "log_loss": "log loss", "ndcg@10": "NDCG@10", "hit@10": "HIT@10",
+    "precision@10": "precision@10",
     "recall@10": "recall@10", "loss": "loss", "mrr": "MRR", "mse": "mean squared error", "brier_score": "Brier score",
     "calibration_error": "calibration error",
 }  # fmt: skip

@@ -43,6 +43,8 @@ def test_a_sum_is_the_mean_times_the_units(name: str) -> None:
     batch: Any = {"history": torch.ones(5, 3), "candidates": torch.ones(5, 3, 4, dtype=torch.long)}
     output = torch.randn(5, 3, 4) if LOSSES[name].draws_negatives else torch.randn(5)
     target = batch if LOSSES[name].topic == "sequences" else torch.tensor([0.0, 1.0, 1.0, 0.0, 1.0])
+    if LOSSES[name].topic == "text":
+        output, target = torch.randn(5, 3), torch.tensor([0, 2, 1, 0, 2])
     mean, total = (LOSSES[name].make(reduction)(output, target) for reduction in ("mean", "sum"))
     torch.testing.assert_close(total, 5 * mean)
 

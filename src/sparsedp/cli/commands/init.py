@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsedp.cli.files import write_text
-from sparsedp.cli.guessing import Guess, Sample, guess_actions, guess_table, read_sample
+from sparsedp.cli.guessing import Guess, Sample, guess_actions, guess_table, guess_texts, read_sample
 from sparsedp.data.tablefiles import find_sources
 from sparsedp.errors import ConfigError
 
@@ -17,11 +17,11 @@ EPILOG = """examples:
   sparsedp init clicks.csv                   guesses the label and the columns; writes clicks.yaml
   sparsedp init 'days/*.parquet' --label bought
   sparsedp init --sequence ratings.csv       the next item, from what users did in order of time
-  sparsedp init --text reviews.tsv           a label, and what is written in words
+  sparsedp init --text reviews.tsv           a class, and a text or two
   sparsedp init --own-model                  writes own_model.py and own_model.yaml, to be changed
 
 Only the first rows are looked at. They are private: that is why the configuration says that it was guessed, and the statement of
-a run that uses it says so, too. No value is written into it but what tells labels that mean 1 from others.
+a run that uses it says so, too. No value is written into it but what tells labels that mean 1 from others, and names of classes.
 """
 _COUNT_OF_USERS = 20  # with fewer in the first rows, a user is too large a unit for a first run
 
@@ -58,6 +58,9 @@ def run(args: argparse.Namespace) -> int:
     if args.sequence:
         guesses = list(guess_actions(sample).values())
         text = _sequence_config(args.file, guesses, sample, path)
+    elif args.text and (texts := guess_texts(sample, args.label)) is not None:
+        guesses = texts
+        text = _text_config(args.file, guesses, sample)
     else:
         guesses = guess_table(sample, args.label, text=args.text)
         text = _table_config(args.file, guesses, sample)
@@ -153,6 +156,55 @@ def _table_config(file: str, guesses: list[Guess], sample: Sample) -> str:
         "optimizer:",
         "  name: Adagrad",
         "  lr: 0.05",
+        "",
+        *_training(units, epochs=5),
+        "privacy:",
+        "  target_epsilon: 3.0  # smaller is safer",
+        "  max_grad_norm: 1.0",
+        f"  unit: {'user' if by_user else 'example'}  # what is protected: an example, or a user with all of their examples",
+        "  mechanism: dpsgd  # docs/mechanisms.md has those for large tables",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _text_config(file: str, guesses: list[Guess], sample: Sample) -> str:
+    label = next(guess for guess in guesses if guess.kind == "label")
+    user = next((guess for guess in guesses if guess.kind == "user"), None)
+    texts = [guess.name for guess in guesses if guess.kind == "text"]
+    units = len(sample.rows)
+    if user is not None:
+        units = len(set(map(str, sample.column(sample.names.index(user.name)))))
+    by_user = user is not None and units >= _COUNT_OF_USERS
+    lines = [
+        f"# Written by `sparsedp init --text`, which guessed what columns {Path(file).name} has. Change what is wrong, then:",
+        "#   sparsedp train THIS_FILE",
+        "# The keys that are not here have their defaults: sparsedp train THIS_FILE --show-config explains all.",
+        "",
+        "data:",
+        "  kind: text",
+        f"  paths: {_value(str(Path(file).absolute()))}",
+        *([] if sample.has_header else [f"  columns: {_value(sample.names)}  # there is no header: give them names"]),
+        f"  text: {_value(texts[0])}",
+        *(f"  second: {_value(name)}" for name in texts[1:]),
+        f"  label: {_value(label.name)}",
+        f"  classes: {_value(label.options['classes'])}  # {label.why}; leave_out: [...] leaves rows with other labels out",
+        *([] if user is None else [f"  user: {_value(user.name)}  # whose a row is; it is not learned from"]),
+        *(f"  # {guess.name} is left out: {guess.why}" for guess in guesses if guess.kind == "nothing"),
+        "  buckets: 20000  # rows that words are hashed to; or name a folder with a tokenizer, tokenizer: FOLDER",
+        "  length: 64  # the first words of each text that are looked at",
+        "  held_out: 0.1  # the last share of the rows, or a file",
+        "  guessed: true  # by looking at private data, which the statement tells; false if you would have written it unseen",
+        "",
+        "model:",
+        "  kind: text_bag  # docs/language.md: how to start from pretrained rows, and pretrained encoders",
+        "  dim: 64",
+        *(["  pair: towers"] if len(texts) == 2 else []),
+        "",
+        "loss: cross_entropy",
+        "",
+        "optimizer:",
+        "  name: Adagrad",
+        "  lr: 0.1",
         "",
         *_training(units, epochs=5),
         "privacy:",

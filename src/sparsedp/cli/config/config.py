@@ -20,6 +20,7 @@ from sparsedp.cli.config.models import DlrmModel, DualModel, OwnModel, PctrModel
 from sparsedp.cli.config.schema import Address, SchemaError
 from sparsedp.cli.config.sections import DistributedConfig, OptimizerConfig, PrivacyConfig, StreamConfig, TrainingConfig
 from sparsedp.cli.config.tables import TableData
+from sparsedp.cli.config.texts import EncoderModel, TextBagModel, TextData
 from sparsedp.cli.config.trust import Code
 from sparsedp.mechanisms import Mechanism
 
@@ -34,15 +35,18 @@ class Config:
         | SequencesData
         | GeneratedTimelinesData
         | TimelinesData
+        | TextData
         | OwnData
     )
-    model: PctrModel | DlrmModel | TransformerModel | RecurrentModel | DualModel | OwnModel
+    model: (
+        PctrModel | DlrmModel | TransformerModel | RecurrentModel | DualModel | TextBagModel | EncoderModel | OwnModel
+    )
     optimizer: OptimizerConfig
     training: TrainingConfig
     privacy: PrivacyConfig
-    loss: Literal["binary_cross_entropy", "softmax", "sampled_softmax", "binary_candidates"] | Address = (
-        "binary_cross_entropy"
-    )
+    loss: (
+        Literal["binary_cross_entropy", "cross_entropy", "softmax", "sampled_softmax", "binary_candidates"] | Address
+    ) = "binary_cross_entropy"
     stream: StreamConfig | None = None
     callbacks: list[Literal["tensorboard"] | Address] = field(default_factory=list)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
@@ -52,7 +56,29 @@ class Config:
 
     def __post_init__(self) -> None:
         require_folder_name(self.name, "run")
+        self._check_texts()
         self._check_sequences()
+
+    def _check_texts(self) -> None:
+        """Refuses texts with what is about other things, and the other way round."""
+        parts = {"data.kind": self.data, "model.kind": self.model}
+        if any(part.topic == "text" for part in parts.values()):
+            for key, part in parts.items():
+                if part.topic not in ("text", None):
+                    problem = f"{part.kind} is about {part.topic}, and the rest of the configuration about texts"
+                    raise SchemaError(key, problem)
+            if self.loss != "cross_entropy" and ":" not in self.loss:
+                raise SchemaError("loss", f"expected cross_entropy or a loss of your own for texts; got {self.loss}")
+        elif self.loss == "cross_entropy":
+            for key, part in parts.items():
+                if part.topic is not None:
+                    problem = (
+                        f"{part.kind} is about {part.topic}, and cross_entropy is the loss of classes, as of texts"
+                    )
+                    raise SchemaError(key, problem)
+        if isinstance(self.model, EncoderModel) and isinstance(self.data, TextData) and not self.data.special_tokens:
+            problem = "give true: an encoder reads texts as its tokenizer writes them"
+            raise SchemaError("data.special_tokens", problem)
 
     def _check_sequences(self) -> None:
         """Refuses parts that do not go together, and negatives that no loss looks at."""

@@ -32,7 +32,7 @@ from sparsedp.data import (
 from sparsedp.data.sequences import Sequences
 from sparsedp.errors import ConfigError
 
-Topic = Literal["clicks", "sequences", "timelines"]
+Topic = Literal["clicks", "sequences", "timelines", "text"]
 RowsRead = Callable[[int], None]  # called with the number of rows of a click log that were read so far
 K = TypeVar("K", bound="DatasetKind")
 

@@ -31,6 +31,15 @@ def _binary_cross_entropy(reduction: Reduction) -> Loss:
     return loss
 
 
+def _cross_entropy(reduction: Reduction) -> Loss:
+    """Of logits [n, classes] and the numbers of classes [n]."""
+
+    def loss(logits: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(logits, target, reduction=reduction)
+
+    return loss
+
+
 def _softmax(reduction: Reduction) -> Loss:
     """The loss of a model whose output is each unit's mean loss over its targets."""
 
@@ -59,6 +68,7 @@ def _reduced(mean: Tensor, batch: dict[str, Tensor], reduction: Reduction) -> Te
 
 LOSSES = {
     "binary_cross_entropy": LossKind("clicks", _binary_cross_entropy),
+    "cross_entropy": LossKind("text", _cross_entropy),
     "softmax": LossKind("sequences", _softmax),
     "sampled_softmax": LossKind("sequences", _of_candidates(candidate_loss), draws_negatives=True),
     "binary_candidates": LossKind("sequences", _of_candidates(binary_candidate_loss), draws_negatives=True),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from sparsedp.accounting import accountant_names
 from sparsedp.cli.config.limits import Count, NotNegative, Positive, Probability, Seed, Share
 from sparsedp.cli.config.mechanism import mechanism_addresses, with_registered_names
-from sparsedp.cli.config.paths import absolute
+from sparsedp.cli.config.paths import absolute, absolute_with_variables
 from sparsedp.cli.config.schema import OneOf, Range, SchemaError, suggestion
 from sparsedp.cli.config.trust import Code
 from sparsedp.cli.counts import read_public_counts, read_release
@@ -217,7 +217,9 @@ class PrivacyConfig:
     unit: Literal["example", "user"] = "example"
     max_examples_per_user: Count | None = None
     frequencies: FrequencyConfig | None = None
-    counts: str | None = None  # a file of public counts, for a mechanism with look_at: counts
+    counts: str | None = (
+        None  # a file of public counts, for a mechanism with look_at: counts, or FEST with counts: public
+    )
     chosen_on_data: bool = False  # whether the mechanism was chosen by a look at the data: the statement then says so
 
     def __post_init__(self) -> None:
@@ -251,24 +253,50 @@ class PrivacyConfig:
         frequencies = self.frequencies
         if frequencies is not None and drawn is not None:
             frequencies = replace(frequencies, drawn=absolute(drawn))
-        return replace(self, frequencies=frequencies, counts=None if self.counts is None else absolute(self.counts))
+        return replace(self, frequencies=frequencies, counts=self._counts_file())
+
+    def _counts_file(self) -> str | None:
+        return None if self.counts is None else absolute_with_variables(self.counts, "privacy.counts")
 
     def make_mechanism(self, code: Code | None = None) -> Mechanism:
         """`code` says where a mechanism of the user's own may come from; without it, only registered ones are known."""
         if "name" not in self.mechanism:
             raise SchemaError("mechanism", "the key 'name' is missing, as in {name: adafest, threshold: 10.0}")
         values = with_registered_names(self.mechanism, "privacy.mechanism", code or Code())
-        if (values.get("look_at") == "counts") != (self.counts is not None):
+        looks, taken = values.get("look_at") == "counts", _takes_counts(values)
+        if (looks or taken) != (self.counts is not None):
             raise SchemaError(
                 "counts" if code is None else "privacy.counts",
-                "is for a mechanism with look_at: counts, which needs it",
+                "is for a mechanism with look_at: counts, or FEST with counts: public, which need it",
             )
-        if self.counts is not None:
-            values["look_at"] = read_public_counts(Path(self.counts), "privacy.counts")
+        if (file := self._counts_file()) is not None:
+            public = read_public_counts(Path(file), "privacy.counts")
+            values = _with_counts(values, dict(public.counts))
+            if looks:
+                values["look_at"] = public
         try:
             return mechanism_from_dict(values)
         except (TypeError, ValueError, SparseDPError) as error:
             raise SchemaError("mechanism" if code is None else "privacy.mechanism", str(error)) from None
+
+
+def _takes_counts(values: Mapping[str, Any]) -> bool:
+    """Whether a mechanism, or one among its settings, is to choose by the public counts."""
+    return any(
+        _takes_counts(value) if isinstance(value, Mapping) else (key, value) == ("counts", "public")
+        for key, value in values.items()
+    )
+
+
+def _with_counts(values: Mapping[str, Any], counts: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: _with_counts(value, counts)
+        if isinstance(value, Mapping)
+        else counts
+        if (key, value) == ("counts", "public")
+        else value
+        for key, value in values.items()
+    }
 
 
 @dataclass(frozen=True)

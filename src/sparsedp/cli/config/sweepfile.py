@@ -60,7 +60,7 @@ class Sweep:
     control_rates: list[Positive] = field(default_factory=lambda: [0.1, 0.3, 1.0, 3.0])
     metric: (
         Literal[
-            "auc", "log_loss", "ndcg@10", "hit@10", "loss", "precision@10", "recall@10", "mrr", "mse", "brier_score",
+            "auc", "accuracy", "log_loss", "ndcg@10", "hit@10", "loss", "precision@10", "recall@10", "mrr", "mse", "brier_score",
             "calibration_error",
         ]
         | None

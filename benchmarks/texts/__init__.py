@@ -1,0 +1,1 @@
+"""Language models: section 4.4 of the DP-AdaFEST paper."""
