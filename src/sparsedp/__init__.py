@@ -23,6 +23,7 @@ from sparsedp.plan import PrivacyPlan
 from sparsedp.sampling import Stream
 from sparsedp.settings import PrivacySettings
 from sparsedp.statement import PrivacyStatement
+from sparsedp.validation import EarlyStopping, PrivateValidation
 from sparsedp.version import __version__
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "Clipping",
     "ConfigError",
     "DataError",
+    "EarlyStopping",
     "Explanation",
     "ExponentialSelection",
     "FrequencyRelease",
@@ -46,6 +48,7 @@ __all__ = [
     "PrivacyPlan",
     "PrivacySettings",
     "PrivacyStatement",
+    "PrivateValidation",
     "PublicCounts",
     "SparseDPError",
     "SparseDPWarning",

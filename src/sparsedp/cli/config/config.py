@@ -53,6 +53,12 @@ class Config:
     def __post_init__(self) -> None:
         require_folder_name(self.name, "run")
         self._check_sequences()
+        noise = (self.privacy.noise_multiplier, self.privacy.noise_on_mean)
+        if self.training.early_stopping is not None and any(noise):
+            raise SchemaError(
+                "training.early_stopping",
+                "needs privacy.target_epsilon: a run that stops early has the epsilon of its whole plan",
+            )
 
     def _check_sequences(self) -> None:
         """Refuses parts that do not go together, and negatives that no loss looks at."""
