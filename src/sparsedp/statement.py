@@ -143,7 +143,8 @@ def make_statement(
         )
     assumptions += plan.mechanism.assumptions
     not_covered = [
-        "Choices made by looking at private data: hyper-parameters, vocabularies, early stopping.",
+        "Choices made by looking at private data: hyper-parameters, vocabularies, early stopping"
+        + (" by other numbers than those of the looks." if isinstance(plan.validation, PrivateValidation) else "."),
         "Metrics and step reports, which are computed from private data without noise.",
         *plan.mechanism.not_covered,
         *notes,
