@@ -175,3 +175,29 @@ def test_each_tutorial_is_in_the_navigation() -> None:
         compile(script.read_text(), script.name, "exec")
         for target in re.findall(r"\]\(\.\./([^)#]+)", script.read_text()):
             assert (DOCS / target).is_file(), target
+
+
+def test_the_readmes_speed_is_what_was_measured() -> None:
+    claim = re.search(
+        r"takes ([\d.]+) times as long as plain PyTorch's with AdaFEST, and ([\d.]+) times with LazyDP",
+        " ".join((ROOT / "README.md").read_text().split()),
+    )
+    budget = (DOCS / "speed" / "budget.md").read_text()
+    rows = dict(
+        re.findall(
+            r"^\| private step / plain PyTorch, pCTR and DLRM \| pCTR (\w+) \| [^|]* \| ([\d.]+) \|", budget, re.M
+        )
+    )
+    assert claim is not None and claim.groups() == (rows["adafest"], rows["lazydp"])
+
+
+def test_constraints_pin_each_package_once_for_every_python() -> None:
+    """Two lines of a package are for Python 3.10 and for newer ones: pip would take neither otherwise."""
+    lines: dict[str, list[str]] = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            pin, _, marker = line.partition(";")
+            lines.setdefault(re.split("==", pin)[0].lower(), []).append(marker.strip())
+    for name, markers in lines.items():
+        both = ['python_version < "3.11"', 'python_version >= "3.11"']
+        assert markers == [""] or sorted(markers) == both or len(markers) == 1, f"{name}: {markers}"
