@@ -137,6 +137,8 @@ def test_a_run_that_stops_early_has_the_epsilon_of_its_whole_plan(validation: An
     assert epsilon_of(engine.ledger, 1e-4) < 2
     assert 2.9 < engine.get_epsilon() == engine.statement().epsilon <= 3.0
     assert "The epsilon is that of the whole plan" in str(engine.statement())
+    assert "1 steps by the PLD accountant; charged for all 10 that were planned" in str(engine.statement())
+    assert sparsedp.PrivacyStatement.from_dict(engine.statement().to_dict()) == engine.statement()
 
 
 def test_a_failed_look_costs_nothing() -> None:

@@ -43,6 +43,9 @@ class PrivacyStatement:
     batches_without_step: int  # of these
     assumptions: tuple[str, ...]
     not_covered: tuple[str, ...]
+    charged_steps: int | None = (
+        None  # of a plan that may stop early: all that it has, whatever ran; None: those that ran
+    )
 
     @property
     def holds(self) -> bool:
@@ -57,6 +60,8 @@ class PrivacyStatement:
     @property
     def _accounting(self) -> str:
         parts = [f"{self.steps} steps by the {self.accountant} accountant"]
+        if self.charged_steps is not None and self.charged_steps != self.steps:
+            parts.append(f"charged for all {self.charged_steps} that were planned")
         if self.abandoned_steps:
             parts.append(f"with {self.abandoned_steps} more that ran and are not part of this model")
         if self.dp_accounting_epsilon is not None:
@@ -214,6 +219,7 @@ def make_statement(
         batches_without_step=max(0, drawn - steps),
         assumptions=tuple(assumptions),
         not_covered=tuple(not_covered),
+        charged_steps=None if plan.validation is None else plan.steps,
     )
 
 

@@ -66,9 +66,21 @@ def test_a_run_stops_early_and_is_finished(tmp_path: Path, early: dict[str, Any]
     statement = (run / "release" / "statement.txt").read_text()
     said = "nobody in it is protected" if early else "(at most 5, made 2)"
     assert said in statement and "The epsilon is that of the whole plan" in statement
+    capsys.readouterr()
+    assert main(["plan", str(tmp_path / "mine.yaml")]) == 0
+    planned = " ".join(capsys.readouterr().out.split())
+    assert ("taken as public" if early else "at most 5 looks at 150 private examples") in planned
+    assert "after 7 steps" not in planned and "after 30 steps" in planned
     # Going on with it does nothing further.
     assert main(["train", "--resume", str(run)]) == 0
     assert len(rows(run, "validation")) == 2
+
+
+def test_a_report_says_that_a_run_stopped_early(tmp_path: Path) -> None:
+    config = load_config(str(written(tmp_path, min_improvement=9.0)), ["training.seed=null"])
+    run_training(config, tmp_path / "run")
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert "stopped early, after 10 of 30 steps" in (tmp_path / "run" / "private" / "report.html").read_text()
 
 
 def test_a_run_that_is_resumed_is_the_same(tmp_path: Path) -> None:
