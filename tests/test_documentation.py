@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,3 +75,129 @@ def is_installed(package: str) -> bool:
 def source_of(module: str) -> str:
     """Of an integration with a package that is not installed here."""
     return (ROOT / "src" / Path(*module.split("."))).with_suffix(".py").read_text()
+
+
+# ------------------------------------------------------------------ the reference and the tutorials
+
+
+def pages_module() -> Any:
+    spec = importlib.util.spec_from_file_location("mkdocs_pages", DOCS / "mkdocs_pages.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """All of `__all__`, of the package and of those below it that users import from."""
+    made = pages_module()
+    nav = (ROOT / "mkdocs.yml").read_text()
+    internal = {"capture", "sampling", "tables"}  # for those who extend it: docs/extending.md
+    for init in sorted((ROOT / "src" / "sparsedp").glob("*/__init__.py")):
+        package = init.parent.name
+        if "__all__" in init.read_text() and package not in internal:
+            assert package in made.PACKAGES, package
+    for package in made.PACKAGES:
+        assert f"reference/{package}.md" in nav
+        dotted = "sparsedp" if package in ("sparsedp", "further") else f"sparsedp.{package}"
+        page = made.reference(package)
+        names = made.LISTED.get(package) or importlib.import_module(dotted).__all__
+        for name in names:
+            assert f"::: {dotted}.{name}\n" in page or f"## `sparsedp.{name}`" in page, f"{dotted}.{name}"
+
+
+@pages
+def test_names_in_the_guide_are_in_the_reference(page: Path) -> None:
+    made = pages_module()
+    listed = {
+        f"sparsedp.{name}" if package in ("sparsedp", "further") else f"sparsedp.{package}.{name}"
+        for package in made.PACKAGES
+        for name in made.public_names(package)
+    }
+    for dotted in re.findall(r"\bsparsedp(?:\.\w+)+", page.read_text()):
+        parts = dotted.split(".")
+        if parts[-1] in ("py", "pt", "json", "yaml") or parts[1] in ("capture", "cli"):
+            continue
+        if (ROOT / "src" / Path(*parts)).with_suffix(".py").exists() or (ROOT / "src" / Path(*parts)).is_dir():
+            continue  # a module
+        known = any(dotted == name or dotted.startswith(f"{name}.") for name in listed)
+        assert known, f"{dotted} in {page.name} is in no page of the reference"
+
+
+def tutorial_runner() -> Any:
+    spec = importlib.util.spec_from_file_location("run_tutorial", DOCS / "run_tutorial.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+TUTORIAL = """# %% [markdown]
+# # Title
+#
+# Text.
+
+# %%
+import warnings
+
+x = 20
+print("printed")
+warnings.warn("careful")
+x + 1
+
+# %%
+y = x
+
+# %%
+# !echo shell && pwd
+"""
+
+
+def test_a_tutorial_is_run_cell_by_cell() -> None:
+    cells = tutorial_runner().run(TUTORIAL)
+    assert [cell["kind"] for cell in cells] == ["markdown", "code", "code", "shell"]
+    assert cells[0]["text"] == "# Title\n\nText."
+    assert cells[1]["output"] == "UserWarning: careful\nprinted\n21\n" and cells[2]["output"] == ""
+    assert cells[3]["output"].startswith("shell\n/")
+
+
+@pytest.mark.parametrize("last", ["1 / 0", "# !false", "undefined", "# !sparsedp_no_such_command"])
+def test_a_tutorial_that_fails_says_so(last: str) -> None:
+    with pytest.raises((Exception, SystemExit)):
+        tutorial_runner().run(f"# %%\n1\n\n# %%\n{last}\n")
+
+
+def test_each_tutorial_is_in_the_navigation() -> None:
+    nav, tutorials = (ROOT / "mkdocs.yml").read_text(), sorted((DOCS / "tutorials").glob("*.py"))
+    assert tutorials
+    for script in tutorials:
+        assert f"tutorials/{script.stem}.md" in nav
+        compile(script.read_text(), script.name, "exec")
+        for target in re.findall(r"\]\(\.\./([^)#]+)", script.read_text()):
+            assert (DOCS / target).is_file(), target
+
+
+def test_the_readmes_speed_is_what_was_measured() -> None:
+    claim = re.search(
+        r"takes ([\d.]+) times as long as plain PyTorch's with AdaFEST, and ([\d.]+) times with LazyDP",
+        " ".join((ROOT / "README.md").read_text().split()),
+    )
+    budget = (DOCS / "speed" / "budget.md").read_text()
+    rows = dict(
+        re.findall(
+            r"^\| private step / plain PyTorch, pCTR and DLRM \| pCTR (\w+) \| [^|]* \| ([\d.]+) \|", budget, re.M
+        )
+    )
+    assert claim is not None and claim.groups() == (rows["adafest"], rows["lazydp"])
+
+
+def test_constraints_pin_each_package_once_for_every_python() -> None:
+    """Two lines of a package are for Python 3.10 and for newer ones: pip would take neither otherwise."""
+    lines: dict[str, list[str]] = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            pin, _, marker = line.partition(";")
+            lines.setdefault(re.split("==", pin)[0].lower(), []).append(marker.strip())
+    for name, markers in lines.items():
+        both = ['python_version < "3.11"', 'python_version >= "3.11"']
+        assert markers == [""] or sorted(markers) == both or len(markers) == 1, f"{name}: {markers}"

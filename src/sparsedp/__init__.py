@@ -24,6 +24,7 @@ from sparsedp.sampling import Stream
 from sparsedp.settings import PrivacySettings
 from sparsedp.statement import PrivacyStatement
 from sparsedp.tables import dense_parameters, table_parameters
+from sparsedp.validation import EarlyStopping, PrivateValidation
 from sparsedp.version import __version__
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "Clipping",
     "ConfigError",
     "DataError",
+    "EarlyStopping",
     "Explanation",
     "ExponentialSelection",
     "FrequencyRelease",
@@ -47,6 +49,7 @@ __all__ = [
     "PrivacyPlan",
     "PrivacySettings",
     "PrivacyStatement",
+    "PrivateValidation",
     "PublicCounts",
     "SparseDPError",
     "SparseDPWarning",

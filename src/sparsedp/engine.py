@@ -51,12 +51,13 @@ from sparsedp.several_optimizers import as_one, parts_of
 from sparsedp.signature import read_key, sign_order
 from sparsedp.statement import PrivacyStatement, make_statement
 from sparsedp.tables import TableSpec, find_tables, table_specs
+from sparsedp.validation import PrivateValidation
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _log = logging.getLogger("sparsedp")  # events of interest; what a user must know is warned of or raised
-_NOISE, _SAMPLING, _FORWARD, _FUNCTIONS = 0, 1, 2, 3  # the purposes that the engine's key is split into
+_NOISE, _SAMPLING, _FORWARD, _FUNCTIONS, _VALIDATION = 0, 1, 2, 3, 4  # the purposes that the engine's key is split into
 
 
 class HasNote(Protocol):
@@ -134,6 +135,11 @@ class PrivacyEngine:
         """
         read, single = read_settings(settings, "make_private"), as_one(optimizer)
         with self._replaced(module, single, read[1]) as inner:
+            if read[0].validation is not None and noise_multiplier > 0:
+                raise UnsupportedError(
+                    "validation is for make_private_with_epsilon: a run that stops early has the epsilon of its whole plan, "
+                    "which says how long it may be."
+                )
             plan, loader = self._prepare(inner, single, data_loader, noise_multiplier, *read)
             concerns.warn(concerns.of_plan(plan), stacklevel=4)
             return module, *self._install(plan, inner, single, loader)
@@ -205,6 +211,11 @@ class PrivacyEngine:
         users = settings.users_of(data_loader.dataset)
         if execution.own_data and self._run is None:
             raise UnsupportedError("own_data is for several processes that train together; this one trains alone.")
+        if isinstance(settings.validation, PrivateValidation) and self._run is not None:
+            raise UnsupportedError(
+                "A private validation set is for one process; several that train together cannot look at it yet. Leave "
+                "validation out, or validate on public data."
+            )
         share = None if self._run is None else self._run.share(data_loader.dataset, users, execution.own_data)
         loader = PrivateLoader(
             data_loader,
@@ -382,6 +393,35 @@ class PrivacyEngine:
         """
         return self._parts()[1].preparation.release_frequencies()
 
+    def validate(self, values: Any, users: Any = None) -> float:
+        """One look at the private validation set: the mean of its units' values, with noise. It is charged to the ledger.
+
+        Planned by `make_private_with_epsilon(validation=PrivateValidation(...))`. `values` are one number for each example of
+        the whole set, such as its loss under the model in eval(): a tensor, or those of its batches one after another. With
+        unit="user", `users` says whose each example is; a user counts with the mean of their clipped values.
+        """
+        self._parts()
+        plan, validation = self.plan, self.plan.validation
+        if not isinstance(validation, PrivateValidation):
+            raise SparseDPError(
+                "No private validation is planned: give make_private_with_epsilon validation=sparsedp.PrivateValidation(...)."
+            )
+        if (plan.unit == "user") != (users is not None):
+            raise ValueError(
+                "unit='user' protects users: give users=..., whose each example of the validation set is."
+                if users is None
+                else "users is for unit='user'; the units of this plan are examples."
+            )
+        found = validation.of_units(values, users)
+        look = self._looks()
+        if look >= validation.looks:
+            raise SparseDPError(
+                f"The {validation.looks} looks at the validation set that are planned were made, and their budget is spent. Plan "
+                "for more of them from the start: PrivateValidation(looks=...)."
+            )
+        self.ledger.record(validation.event, setup=True)
+        return validation.draw(found, self._key.child(_VALIDATION), look)
+
     def touch_statistics(
         self,
         counts: Mapping[str, Any] | None = None,
@@ -431,14 +471,23 @@ class PrivacyEngine:
         """What the steps that really ran have cost; 0 before the first.
 
         `delta` defaults to the plan's target or, without one, to 0.1 / N rounded down to one digit, N the number of units.
+        With `validation`, what the whole plan costs, from the first step on: when it ends depends on what it learned.
         """
-        return epsilon_of(self.ledger, self._delta(delta), self.accountant)
+        return epsilon_of(self._charged(), self._delta(delta), self.accountant)
+
+    def _charged(self) -> Ledger:
+        """What a promise rests on. No more than the plan can have run, abandoned steps and looks included."""
+        plan = self._plan
+        if plan is None or plan.validation is None or plan.steps is None or not self.ledger.entries:
+            return self.ledger
+        return plan.ledger(plan.steps)
 
     def statement(self, delta: float | None = None) -> PrivacyStatement:
         """What may be promised about the model as it is now."""
         delta, plan = self._delta(delta), self.plan
         loader = self._parts()[2]
-        epsilon = epsilon_of(self.ledger, delta, self.accountant)
+        charged = self._charged()
+        epsilon = epsilon_of(charged, delta, self.accountant)
         compared = find_accountant(self.accountant).compared_with_dp_accounting and math.isfinite(epsilon)
         return make_statement(
             plan,
@@ -450,12 +499,18 @@ class PrivacyEngine:
             unit_is=self._unit_is,
             checked=self._checked,
             abandoned=self.ledger.abandoned,
-            dp_accounting_epsilon=dp_accounting_above(self.ledger, delta, epsilon / 0.9) if compared else None,
+            dp_accounting_epsilon=dp_accounting_above(charged, delta, epsilon / 0.9) if compared else None,
             resumed=self._resumed,
             signed=self._signing_key is not None,
             drawn=loader.drawn,
             several=self._run is not None and self._run.count > 1,
+            looks=self._looks(),
         )
+
+    def _looks(self) -> int:
+        """At the private validation set, abandoned ones included."""
+        validation = self.plan.validation
+        return self.ledger.setups(None, validation.event) if isinstance(validation, PrivateValidation) else 0
 
     def add_callback(self, callback: Any, every: int = 1) -> None:
         """Tells `callback` (`sparsedp.callbacks`) of every step whose number `every` divides, of epochs, and of `close()`.
@@ -613,7 +668,7 @@ class PrivacyEngine:
         if (
             self.plan.frequencies is not None
             and state.prepared.released
-            and self.ledger.setups(None)
+            and self.ledger.setups(None, self.plan.frequencies.event)
             and state.lineage.last[0] not in self._lineage.ledgers
         ):
             raise CheckpointError(

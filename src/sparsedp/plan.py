@@ -24,6 +24,7 @@ from sparsedp.mechanisms import mechanism_from_dict
 from sparsedp.progress import Progress, no_progress
 from sparsedp.sampling import PrivateLoader, StreamPlan
 from sparsedp.settings import PlannedSettings, PrivacySettings
+from sparsedp.validation import PrivateValidation
 
 LARGEST_DELTA = 0.01  # that a promise may have without being asked for by name
 _SHOWN = 3  # parameters that are named when two plans differ
@@ -130,9 +131,11 @@ class PrivacyPlan(PlannedSettings):
         setup = self.mechanism.setup_event()
         if self.frequencies is not None:
             ledger.record(self.frequencies.event, setup=True)
+        if isinstance(self.validation, PrivateValidation):
+            ledger.record(self.validation.event, self.validation.looks, setup=True)
         for at, (span, taken) in enumerate(spans.items()):
             scope = self.setup_scope(span)
-            if setup is not None and (at == 0 or taken > 0) and not ledger.setups(scope):
+            if setup is not None and (at == 0 or taken > 0) and not ledger.setups(scope, setup):
                 ledger.record(setup, setup=True, scope=scope)
             ledger.record(self.step_event(span), taken, scope=span)
         return ledger
@@ -181,6 +184,8 @@ class PrivacyPlan(PlannedSettings):
             del values["frequencies"]
         else:
             values["frequencies"] = self.frequencies.to_dict()
+        if self.validation is None:
+            del values["validation"]
         return values
 
     @staticmethod
@@ -194,6 +199,8 @@ class PrivacyPlan(PlannedSettings):
             values["stream"] = StreamPlan.from_dict(values["stream"])
         if "frequencies" in values:
             values["frequencies"] = FrequencyRelease(**values["frequencies"])
+        if isinstance(values.get("validation"), dict):
+            values["validation"] = PrivateValidation(**values["validation"])
         return PrivacyPlan(**values)
 
     @property

@@ -93,7 +93,7 @@ class Preparation:
         if scope in self.state.scopes:
             return
         event = mechanism.setup_event()
-        if event is not None and plan.steps is not None and self._ledger.setups(scope):
+        if event is not None and plan.steps is not None and self._ledger.setups(scope, event):
             raise SparseDPError(
                 f"The {mechanism.name} mechanism has already counted these data, after the checkpoint that this run went "
                 f"back to. Counting them again would exceed its privacy budget (epsilon {plan.target_epsilon}): go "
@@ -122,7 +122,7 @@ class Preparation:
         if release is None:
             raise SparseDPError("No release is planned: give make_private frequencies=sparsedp.FrequencyRelease(...).")
         if not self.state.released:
-            if self._plan.steps is not None and self._ledger.setups(None):
+            if self._plan.steps is not None and self._ledger.setups(None, release.event):
                 raise SparseDPError(
                     "The frequencies were released after the checkpoint that this run went back to. Another release would "
                     f"exceed its privacy budget (epsilon {self._plan.target_epsilon}): go back to a later checkpoint."

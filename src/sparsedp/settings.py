@@ -15,6 +15,7 @@ from sparsedp.errors import UnsupportedError, suggestion
 from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import DPSGD, Mechanism
 from sparsedp.sampling import Stream, StreamPlan, Users, users_of
+from sparsedp.validation import PrivateValidation, Validation
 
 Unit = Literal["example", "user"]
 LossReduction = Literal["mean", "sum"]
@@ -34,6 +35,7 @@ class PlannedSettings:
     stream: Stream | StreamPlan | None = None
     max_examples_per_user: int | None = None
     frequencies: FrequencyRelease | None = None
+    validation: Validation | None = None
     public_inputs: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -52,6 +54,16 @@ class PlannedSettings:
         if self.frequencies is not None and (self.stream is not None or self.mechanism.setup_event() is not None):
             raise UnsupportedError(
                 "frequencies together with a stream, or with a mechanism that counts the data itself, is not available."
+            )
+        if not (self.validation in (None, "public") or isinstance(self.validation, PrivateValidation)):
+            raise TypeError(
+                'validation must be "public" or sparsedp.PrivateValidation(units=..., looks=..., std=...), not '
+                f"{self.validation!r}"
+            )
+        if isinstance(self.validation, PrivateValidation) and self.stream is not None:
+            raise UnsupportedError(
+                "A private validation set together with a stream is not available: a unit may have data in the set and in the "
+                "spans. Leave one of them out, or validate on public data."
             )
         if self.mechanism.look_at == "release" and self.frequencies is None:  # also with what was found on it before
             raise UnsupportedError(
@@ -86,6 +98,9 @@ class PrivacySettings(PlannedSettings):
         are used, and the statement says so.
     stream: a `Stream`, if the data come in periods: an epoch is then one pass over its spans of periods, in order of time.
     frequencies: a `FrequencyRelease`, if `release_frequencies` is to be called, once: a target epsilon includes its cost.
+    validation: what early stopping looks at. A `PrivateValidation`, whose looks `engine.validate` makes: a target epsilon
+        includes the cost of all of them, and its units are protected as those that are trained on. "public": a set that
+        protects nobody, which costs nothing. Either way the epsilon is that of the whole plan, however early the run stops.
     public_inputs: names of what does not depend on who is in a batch, although it is not the same for every batch or comes
         from the loop: arguments of forward() such as "temperature", entries of a batch such as "batch['step']". Whatever
         else a batch or forward() has without an axis of examples is refused, by its name. A Python number that the loop
@@ -150,6 +165,7 @@ class SettingsKeywords(_RequiredKeywords, total=False):
     users: Any
     max_examples_per_user: int | None
     frequencies: FrequencyRelease | None
+    validation: Validation | None
     public_inputs: Sequence[str]
 
 

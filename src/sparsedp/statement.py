@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sparsedp.plan import PrivacyPlan
+from sparsedp.validation import PrivateValidation
 
 _SIZES_SHOWN = 24  # of a stream's spans
 _COMPOSED = {
@@ -42,6 +43,9 @@ class PrivacyStatement:
     batches_without_step: int  # of these
     assumptions: tuple[str, ...]
     not_covered: tuple[str, ...]
+    charged_steps: int | None = (
+        None  # of a plan that may stop early: all that it has, whatever ran; None: those that ran
+    )
 
     @property
     def holds(self) -> bool:
@@ -56,6 +60,8 @@ class PrivacyStatement:
     @property
     def _accounting(self) -> str:
         parts = [f"{self.steps} steps by the {self.accountant} accountant"]
+        if self.charged_steps is not None and self.charged_steps != self.steps:
+            parts.append(f"charged for all {self.charged_steps} that were planned")
         if self.abandoned_steps:
             parts.append(f"with {self.abandoned_steps} more that ran and are not part of this model")
         if self.dp_accounting_epsilon is not None:
@@ -106,13 +112,14 @@ class PrivacyStatement:
 def make_statement(
     plan: PrivacyPlan, *, epsilon: float, delta: float, steps: int, seeded: bool, notes: tuple[str, ...] = (),
     checked: int = 0, abandoned: int = 0, dp_accounting_epsilon: float | None = None, resumed: bool = False,
-    signed: bool = False, drawn: int = 0, unit_is: str | None = None, several: bool = False,
+    signed: bool = False, drawn: int = 0, unit_is: str | None = None, several: bool = False, looks: int = 0,
 ) -> PrivacyStatement:  # fmt: skip
     """The statement for a run of `steps` steps by `plan`. `notes` are further things that are not covered.
 
     `checked` is the number of units that `sparsedp.check` looked at, `abandoned` that of steps which are not part of the model.
     `resumed`: the run went on from a checkpoint, which was `signed` with a key or not. `drawn` logical batches came from the
-    loader. `unit_is` says what a unit is in these data. `several` processes trained together.
+    loader. `unit_is` says what a unit is in these data. `several` processes trained together. `looks` were made at the private
+    validation set.
     """
     rate = f"rate {plan.batch_size}/{plan.dataset_size} = {plan.sample_rate:.3g}"
     unit: str = plan.unit
@@ -141,11 +148,13 @@ def make_statement(
         )
     assumptions += plan.mechanism.assumptions
     not_covered = [
-        "Choices made by looking at private data: hyper-parameters, vocabularies, early stopping.",
+        "Choices made by looking at private data: hyper-parameters, vocabularies, early stopping"
+        + (" by other numbers than those of the looks." if isinstance(plan.validation, PrivateValidation) else "."),
         "Metrics and step reports, which are computed from private data without noise.",
         *plan.mechanism.not_covered,
         *notes,
     ]
+    assumptions += _of_validation(plan)
     if several:
         not_covered.append(
             "What travels between the processes that train: ids, and clipped gradients before there is noise on them. Their "
@@ -204,6 +213,8 @@ def make_statement(
     guarantee = plan.mechanism.guarantee if plan.noise_multiplier > 0 else "none: there is no noise"
     if plan.frequencies is not None and plan.noise_multiplier > 0:
         guarantee += "; and for the rows' frequencies, released once"
+    if isinstance(plan.validation, PrivateValidation) and plan.noise_multiplier > 0:
+        guarantee += f"; and for the looks at the validation set (at most {plan.validation.looks}, made {looks})"
     return PrivacyStatement(
         epsilon=epsilon,
         delta=delta,
@@ -227,6 +238,7 @@ def make_statement(
         batches_without_step=max(0, drawn - steps),
         assumptions=tuple(assumptions),
         not_covered=tuple(not_covered),
+        charged_steps=None if plan.validation is None else plan.steps,
     )
 
 
@@ -243,6 +255,23 @@ def _verified(checked: int) -> str:
     if checked:
         return f"sparsedp.check found it so, on {checked} of them."
     return "Nothing but sparsedp.check verifies that for the loss function, and no check is on record."
+
+
+def _of_validation(plan: PrivacyPlan) -> list[str]:
+    """What early stopping takes for granted, and what it costs."""
+    validation = plan.validation
+    if validation is None:
+        return []
+    whole = (
+        "The epsilon is that of the whole plan, however early training stopped: when it did depends on what it learned."
+    )
+    if not isinstance(validation, PrivateValidation):
+        return [f"The validation set that early stopping looked at is public: nobody in it is protected. {whole}"]
+    data = "The epsilon adds up both sets, so that it holds for one {0} with data in one of them or in both."
+    return [
+        f"The number of {plan.unit}s in the private validation set, {validation.units}, is public, and each {plan.unit}'s value "
+        f"depends on the weights and that {plan.unit} alone. {data.format(plan.unit)} {whole}"
+    ]
 
 
 def _of_checkpoints(signed: bool) -> list[str]:

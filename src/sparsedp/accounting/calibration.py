@@ -84,8 +84,8 @@ def _calibrate(
         raise SparseDPError(
             f"target_epsilon={target:g} at target_delta={delta:g} cannot be reached: even with a noise "
             f"multiplier of {_MAX_SIGMA:g} the {accountant} accountant gives epsilon={error.epsilon:.6g}, from "
-            "what that noise does not cover, such as a selection made before training. Raise the target, or "
-            f"spend less on that. {hint}".rstrip()
+            "what that noise does not cover, such as a selection made before training, or looks at a private validation set. "
+            f"Raise the target, or spend less on that. {hint}".rstrip()
         ) from None
 
 

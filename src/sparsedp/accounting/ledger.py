@@ -22,7 +22,7 @@ Composition = Literal["sequential", "parallel"]
 class Entry:
     """`count` releases of the same event in a row.
 
-    `setup` marks a one-off cost, which is not a step; `abandoned` marks what ran, but was thrown away by going back to a
+    `setup` marks a cost beside the steps; `abandoned` marks what ran, but was thrown away by going back to a
     checkpoint: it is no step of the model that is left, but whoever went back has seen it. `scope` is the span of periods
     whose data were used; None stands for all data.
     """
@@ -72,9 +72,10 @@ class Ledger:
         """Steps on the data of a scope, abandoned ones included."""
         return sum(entry.count for entry in self.entries if entry.scope == scope and not entry.setup)
 
-    def setups(self, scope: int | None) -> int:
-        """One-off releases on the data of a scope, abandoned ones included."""
-        return sum(entry.count for entry in self.entries if entry.scope == scope and entry.setup)
+    def setups(self, scope: int | None, event: DpEvent | None = None) -> int:
+        """Releases beside the steps on the data of a scope, abandoned ones included; with `event`, those that were this one."""
+        counted = [entry for entry in self.entries if entry.scope == scope and entry.setup]
+        return sum(entry.count for entry in counted if event is None or entry.event == event)
 
     def go_back(self, saved: Ledger, common: Ledger) -> None:
         """Takes over a saved ledger, and keeps on record what ran here and is not in it.

@@ -10,7 +10,7 @@ from sparsedp.cli.config.config import Config
 from sparsedp.cli.progress import Reporter
 from sparsedp.errors import ConfigError, one_line
 
-_PUBLIC = {"lr", "table_lr", "epsilon", "span"}  # of the values of a row of metrics.jsonl
+_PUBLIC = {"lr", "table_lr", "epsilon", "span", "validation"}  # of the values of a row of metrics.jsonl
 
 
 class Callbacks:
@@ -30,7 +30,7 @@ class Callbacks:
 
     def note(self, row: dict[str, Any]) -> None:
         """A row of metrics.jsonl. It is told later: this may be called while signals are held back."""
-        if self._callbacks and row["kind"] in ("step", "evaluation"):
+        if self._callbacks and row["kind"] in ("step", "evaluation", "validation"):
             self._rows.append(row)
 
     def tell_steps(self, epsilon: float) -> None:

@@ -64,7 +64,8 @@ def plan_report(
     tables = find_tables(model)
     sizes = {name: p for name, p in model.named_parameters() if p.requires_grad}
     dense_size = sum(p.numel() for name, p in sizes.items() if name in tables)
-    quarters = sorted({max(1, steps * k // 4) for k in (1, 2, 3, 4)})
+    # A run that may stop early has the epsilon of its whole plan, whenever it does.
+    quarters = sorted({max(1, steps * k // 4) for k in (1, 2, 3, 4)} if plan.validation is None else {steps})
     report: dict[str, Any] = {
         "unit": plan.unit,
         "dataset_size": plan.dataset_size,
@@ -83,6 +84,7 @@ def plan_report(
         "target_epsilon": plan.target_epsilon,
         "delta": parts.delta,
         "epsilon": plan.epsilon(steps, parts.delta),
+        "validation": plan.to_dict().get("validation"),
         "epsilon_after": {str(at): plan.epsilon(at, parts.delta) for at in quarters},
         "parameters": sum(p.numel() for p in model.parameters()),
         "tables": [

@@ -20,6 +20,7 @@ from sparsedp.cli.config.datasets import Data, RowsRead
 from sparsedp.cli.config.losses import SEQUENCE_LOSSES, Loss
 from sparsedp.cli.processes import ALONE, Processes
 from sparsedp.cli.progress import draw_progress
+from sparsedp.cli.validation import plan_validation, with_validation
 from sparsedp.data import LabelCollate
 from sparsedp.distributed import shard_tables
 from sparsedp.distributed.on_disk import take_from_disk
@@ -34,6 +35,7 @@ from sparsedp.progress import Progress, no_progress
 from sparsedp.sampling import PrivateLoader, Stream
 from sparsedp.settings import setting_names
 from sparsedp.tables import find_tables
+from sparsedp.validation import EarlyStopping
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Prepared:
     steps: int  # of the run in all
     delta: float
     processes: Processes = ALONE
+    stopping: EarlyStopping | None = None
 
     @property
     def steps_taken(self) -> int:
@@ -58,7 +61,11 @@ class Prepared:
 
     @property
     def finished(self) -> bool:
-        return self.steps_taken == self.steps
+        return self.steps_taken == self.steps or self.stopped_early
+
+    @property
+    def stopped_early(self) -> bool:
+        return self.stopping is not None and self.stopping.stopped
 
 
 def prepare(
@@ -113,6 +120,7 @@ def prepare(
         "max_physical_batch": training.max_physical_batch,
         "stream": make_stream(config, data),
         "frequencies": release or privacy.make_release(),
+        "validation": plan_validation(config, data, units),
     }
     if privacy.target_epsilon is not None:
         model, optimizer, private = engine.make_private_with_epsilon(
@@ -132,7 +140,10 @@ def prepare(
     tell_noise(config, model, data.training, engine.plan)
     steps = training.epochs * private.steps_per_epoch
     scheduler = LambdaLR(optimizer, config.optimizer.scheduler.shares(steps))
-    return Prepared(engine, model, optimizer, private, scheduler, config.make_loss(), data, steps, delta, processes)
+    early = training.early_stopping
+    stopping = None if early is None else EarlyStopping(early.patience, early.min_improvement)
+    loss = config.make_loss()
+    return Prepared(engine, model, optimizer, private, scheduler, loss, data, steps, delta, processes, stopping)
 
 
 def refuse_together(config: Config) -> None:
@@ -176,7 +187,7 @@ def leave_signals_to_the_main_process(worker: int) -> None:
 def load_data(config: Config, progress: RowsRead | None = None) -> Data:
     """Generates or reads the data. `progress` is called with the rows of a click log read so far."""
     seed_torch(config)
-    return config.data.load(config.code, progress)
+    return with_validation(config, config.data.load(config.code, progress))
 
 
 def with_collate(config: Config, data: Data, processes: Processes = ALONE) -> Data:
@@ -267,9 +278,10 @@ def release_frequencies(config: Config, model: nn.Module, engine: PrivacyEngine)
 
     What is decided by it, such as AdaFEST's threshold, is decided then.
     """
-    if config.privacy.frequencies is None:
+    if engine.plan.frequencies is None:
         return
-    if not engine.ledger.setups(None) and isinstance(model, DPFormer) and config.model.has_reattention:
+    released = engine.ledger.setups(None, engine.plan.frequencies.event)
+    if not released and isinstance(model, DPFormer) and config.model.has_reattention:
         model.estimate_errors(engine)
     engine.prepare()
 

@@ -60,6 +60,7 @@ class RunResult:
     tables_frozen: bool = False
     extra: dict[str, Any] = field(default_factory=dict)  # what the caller of the run measured at its end
     diverged: bool = False  # whether the trained model is of no use, as weights or losses have grown beyond all bounds
+    stopped_early: bool = False
     evaluation: str = "not yet"  # done, not yet, nothing is held out, or failed: and why
 
     @property
@@ -87,6 +88,7 @@ class RunResult:
             "finished": self.finished,
             "steps": self.totals.steps,
             "planned_steps": self.planned_steps,
+            "stopped_early": self.stopped_early,
             "evaluation": self.evaluation,
             **self.metrics,
             **planted,
@@ -134,6 +136,9 @@ class RunResult:
             lines.append(("privacy", promise + whom))
         else:
             lines.append(("privacy", "NONE (epsilon is infinite)"))
+        if self.stopped_early:
+            steps = f"after {self.totals.steps:,} of {self.planned_steps:,} steps"
+            lines.append(("stopped early", f"{steps}; what it costs is what the whole plan costs"))
         if self.tables_frozen:
             lines.append(("tables", "frozen at their start values: nothing of them was trained"))
         if (times := self.reduction) is not None:

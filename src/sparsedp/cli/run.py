@@ -8,9 +8,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
+from dp_accounting import SelfComposedDpEvent
 from torch import nn
 from torch.utils.data import DataLoader
 
+from sparsedp.accounting.epsilon import epsilon_of
 from sparsedp.audit.canaries import CanaryPlan
 from sparsedp.check import CheckReport, check
 from sparsedp.cli.canaries import insert_canaries
@@ -39,6 +41,7 @@ from sparsedp.cli.warnings_of_run import WarningsOfRun
 from sparsedp.distributed.on_disk import large_tensors_on_disk
 from sparsedp.errors import DataError, NonFiniteGradientError
 from sparsedp.sampling import is_repeatable
+from sparsedp.validation import PrivateValidation
 
 # Examples that `sparsedp.check` looks at, and how many of them one by one.
 _CHECK_BATCH, _CHECK_UNITS = 4, 2
@@ -181,6 +184,16 @@ def _describe(prepared: Prepared, reporter: Reporter) -> None:
         f"Plan: {plan.mechanism.name}, noise multiplier {plan.noise_multiplier:.4g}{budget}; "
         f"{prepared.steps:,} steps of {plan.batch_size:,} {plan.unit}s (rate {plan.sample_rate:.3g})"
     )
+    if isinstance(plan.validation, PrivateValidation):
+        looks, event = plan.validation.looks, plan.validation.event
+        alone = epsilon_of(SelfComposedDpEvent(event, looks), prepared.delta, plan.accountant)
+        reporter.say(
+            f"Early stopping: up to {looks:,} looks at {plan.validation.units:,} private {plan.unit}s, with noise of deviation "
+            f"{plan.validation.std:g} on each mean; all looks together cost epsilon {alone:.3g} by themselves, and the target "
+            "includes them"
+        )
+    elif plan.validation == "public":
+        reporter.say("Early stopping: half of the held-out data is looked at as public, and nobody in it is protected")
     if (stream := prepared.loader.stream) is not None:
         first, last = int(stream.periods.min()), int(stream.periods.max())
         reporter.say(

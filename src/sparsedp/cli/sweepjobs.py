@@ -16,7 +16,6 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.utils.data import Subset
 
@@ -27,6 +26,7 @@ from sparsedp.cli.files import locked
 from sparsedp.cli.prepare import Prepared, load_data
 from sparsedp.cli.run import run_training
 from sparsedp.cli.runfolder import RunFolder
+from sparsedp.cli.validation import halves
 from sparsedp.data import HeldOutItems
 from sparsedp.errors import SparseDPError, SparseDPWarning, one_line
 
@@ -114,14 +114,10 @@ def evaluate_halves(config: Config, parts: Prepared) -> dict[str, Any]:
     held_out = parts.data.held_out
     if held_out is None or len(held_out) < 2:
         raise SparseDPError("Nothing is held out, so that the run has no utility to compare.")
-    owners = getattr(held_out, "owners", np.arange(len(held_out)))
-    order = np.random.default_rng(0).permutation(owners.max() + 1)
-    middle = len(order) // 2
     collate = getattr(held_out, "collate", parts.data.collate)
     metrics = {}
-    for name, chosen in (("validation", order[:middle]), ("test", order[middle:])):
-        rows = np.flatnonzero(np.isin(owners, chosen))
-        part = Subset(held_out, rows.tolist())
+    for name, places in zip(("validation", "test"), halves(held_out, getattr(held_out, "owners", None))):
+        part = Subset(held_out, places.tolist())
         if isinstance(held_out, HeldOutItems):
             metrics[name] = rank_items(config, parts.model, parts.data, part)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from sparsedp.callbacks import SpentEpsilon
 from sparsedp.cli.callbacks import Callbacks
 from sparsedp.cli.collate import SequenceCollate
 from sparsedp.cli.config.config import Config
+from sparsedp.cli.evaluation import DivergedError
 from sparsedp.cli.files import require_space
+from sparsedp.cli.looks import Looks
 from sparsedp.cli.loop import Step, steps_of_epoch
 from sparsedp.cli.prepare import Prepared, model_bytes, release_frequencies, tensor_bytes
 from sparsedp.cli.progress import Reporter, Status
@@ -69,6 +71,7 @@ class Training:
         self.earlier_seconds = 0.0  # of the runs that this one resumes
         self.earlier_parts: dict[str, float] = {}
         self.evaluations = ScheduledEvaluation(config, prepared, folder, reporter, signals)
+        self.looks = None if prepared.stopping is None else Looks(config, prepared)
         self.saved: int | None = None  # the step of the checkpoint in the folder
         self._saving = False
         self._saved_totals: dict[int, dict[str, Any]] = {}
@@ -137,18 +140,39 @@ class Training:
         try:
             if self.step:
                 self.evaluations.evaluate_if_due()  # what a run that is resumed had not come to
+                self._look_if_due()
             while not self.finished and not should_stop(self.step):
                 for _ in steps_of_epoch(self.parts, self._held, self._completed, self.watch):
                     with self.watch("evaluation"):
                         self.evaluations.evaluate_if_due()
+                    self._look_if_due()
                     self.callbacks.tell_steps(self.epsilon_spent())
-                    if should_stop(self.step):
+                    if self.parts.stopped_early or should_stop(self.step):
                         return
                     if self._checkpoint_is_due():
                         self.save()
                 self.callbacks.tell_epoch(self.step // self.parts.loader.steps_per_epoch)
         finally:
             self.reporter.end()
+
+    def _look_if_due(self) -> None:
+        """A look is paid for, and in the checkpoint, before anybody reads what it gave. One that fails stops nothing."""
+        if self.looks is None or not self.looks.are_due:
+            return
+        try:
+            with self._held(), self.watch("validation"):
+                value = self.looks.look()
+                self._position = replace(self._position, ledger=tuple(self.parts.engine.ledger.entries))
+        except DivergedError:
+            raise
+        except Exception as error:
+            self.folder.log({"kind": "failed_look", "step": self.step, "error": one_line(error)})
+            self.reporter.say(f"The look at the validation set after step {self.step} failed: {one_line(error)}")
+            return
+        self.save()
+        self.folder.log({"kind": "validation", "step": self.step, "validation": value})
+        stops = "; it is not getting better: training stops" if self.parts.stopped_early else ""
+        self.reporter.say(f"Validation, after step {self.step}: {value:.4f}{stops}")
 
     def _held(self) -> AbstractContextManager[None]:
         return nullcontext() if self.signals is None else self.signals.held()
@@ -227,6 +251,8 @@ class Training:
                 require_space(self.folder.path, needed, "the next checkpoint")
             self._write_totals()
             extra = {"scheduler": self.parts.scheduler.state_dict(), "negatives": self._position.drawn}
+            if self.looks is not None:
+                extra["looks"] = self.looks.state()
             self.parts.engine.save_checkpoint(self.folder.place_of_checkpoint(several), extra=extra)
             self.folder.keep_checkpoint(several)
             self.saved = self.step
@@ -273,6 +299,8 @@ class Training:
             return
         extra = self.parts.engine.load_checkpoint(self.processes.from_first(self.folder.checkpoint))
         self.parts.scheduler.load_state_dict(extra["scheduler"])
+        if self.looks is not None:
+            self.looks.restore(extra["looks"])
         self.saved = self.step
         self._saved_totals[self.step] = values = self.folder.read_totals(self.step)
         self.totals = Totals(**values["totals"])
@@ -329,4 +357,5 @@ class Training:
             extra=extra or {},
             diverged=self.evaluations.diverged,
             evaluation=self.evaluations.status(),
+            stopped_early=self.parts.stopped_early,
         )

@@ -7,6 +7,8 @@ from enum import Enum
 import numpy as np
 import pyarrow as pa
 
+from sparsedp.kernels.hexadecimal import hashed_rows
+
 MISSING = -1  # the code of a missing value
 _HEX_DIGITS = 15
 _DIGIT = np.full(256, 255, np.uint8)
@@ -42,6 +44,24 @@ def spelled(codes: np.ndarray, values: pa.Array, form: Form) -> list[str]:
     if form is Form.HEX:
         return [f"{code:08x}" for code in codes.tolist()]
     return [value.decode() for value in values.to_pylist()]
+
+
+def hashed_hex_rows(values: pa.Array, salt: np.uint64, modulus: np.uint64) -> tuple[np.ndarray, np.ndarray | None]:
+    """(rows int32 [n] of binary values as hex numbers, which are no such numbers or None), by `HashedColumn.encode`'s formula.
+
+    A missing value has row 0. The values need not be distinct: each is read where it stands.
+    """
+    assert values.type == pa.binary()
+    n = len(values)
+    rows, wrong = np.zeros(n, np.int32), np.zeros(n, bool)
+    if not n:
+        return rows, None
+    validity, offsets, data = values.buffers()
+    ends = np.frombuffer(offsets, np.int32)[values.offset : values.offset + n + 1]
+    content = np.empty(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+    valid = np.empty(0, np.uint8) if validity is None else np.frombuffer(validity, np.uint8)
+    is_wrong = hashed_rows(ends, content, valid, values.offset, _DIGIT, _HEX_DIGITS, salt, modulus, rows, wrong)
+    return rows, wrong if is_wrong else None
 
 
 def _of_text(values: pa.Array) -> np.ndarray:

@@ -75,8 +75,23 @@ def rank_held_out(
 
     With `exclude_seen`, items that the user had before are not ranked, unless the held-out item is one of them.
     """
-    if k < 1 or chunk < 1:
-        raise ValueError(f"{k=} and {chunk=} must be at least 1")
+    if k < 1:
+        raise ValueError(f"{k=} must be at least 1")
+    target_ranks = held_out_ranks(score, held_out, chunk=chunk, exclude_seen=exclude_seen)
+    ndcg = torch.where(target_ranks <= k, 1 / torch.log2(1 + target_ranks), 0.0).mean().item()
+
+    def hit(k: int) -> float:
+        return (target_ranks <= k).double().mean().item()
+
+    mrr = (1 / target_ranks).mean().item()
+    cutoffs = _whole(held_out)[0].cutoffs
+    return Ranking(ndcg, hit(k), mrr, k, len(target_ranks), {cutoff: hit(cutoff) for cutoff in cutoffs})
+
+
+def held_out_ranks(score: Scorer, held_out: Any, *, chunk: int = 128, exclude_seen: bool = False) -> Tensor:
+    """The rank of each item that is held out, float64 [n], as in `rank_held_out`."""
+    if chunk < 1:
+        raise ValueError(f"{chunk=} must be at least 1")
     data, where = _whole(held_out)
     if not isinstance(data, HeldOutItems):
         raise SparseDPError(
@@ -91,14 +106,7 @@ def rank_held_out(
             users = where[begin : begin + chunk]
             history, item = data.collate(data.__getitems__(users))
             parts.append(ranks(score(history).cpu(), item, data.seen(users) if exclude_seen else None))
-    target_ranks = torch.cat(parts).double()
-    ndcg = torch.where(target_ranks <= k, 1 / torch.log2(1 + target_ranks), 0.0).mean().item()
-
-    def hit(k: int) -> float:
-        return (target_ranks <= k).double().mean().item()
-
-    mrr = (1 / target_ranks).mean().item()
-    return Ranking(ndcg, hit(k), mrr, k, len(where), {cutoff: hit(cutoff) for cutoff in data.cutoffs})
+    return torch.cat(parts).double()
 
 
 def popularity_scorer(training: Any) -> Scorer:

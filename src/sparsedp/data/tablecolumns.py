@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from sparsedp.data.codes import MISSING, Form, codes_of
 from sparsedp.data.tablefiles import DICTIONARY, LABEL, PERIOD, TIME, USER, Piece
 from sparsedp.data.tableschema import NumericColumn, SequenceColumn, TableSchema, TextColumn
-from sparsedp.data.vocabulary import ColumnVocabulary, ValueCounter
+from sparsedp.data.vocabulary import ColumnVocabulary, HashedColumn, ValueCounter
 
 MISSING_INTEGER = -(2**31)  # how a missing whole number is stored
 SECONDS = {"hour": 3600, "day": 86_400, "week": 604_800}
@@ -86,11 +86,19 @@ def encode(piece: Piece, schema: TableSchema, vocabularies: dict[str, ColumnVoca
         x = _numbers(columns[column.name], column.name, faults)
         place = np.searchsorted(np.array(column.boundaries), x, side="right") + 1
         buckets[:, j] = np.where(np.isnan(x), 0, place)
-    values: dict[str, Values] = {c.name: distinct_values(columns[c.name]) for c in schema.categorical}
+    rows: dict[str, np.ndarray | Counted] = {}
+    values: dict[str, Values] = {}
+    for c in schema.categorical:
+        cells, hashed = columns[c.name], vocabularies[c.name]
+        if c.form is Form.HEX and isinstance(hashed, HashedColumn) and cells.type == pa.binary():
+            rows[c.name], no_numbers = hashed.encode_hex(cells)
+            if no_numbers is not None:
+                faults.add(no_numbers, f"{c.name} is not {c.form.says}")
+        else:
+            values[c.name] = distinct_values(cells)
     values |= {c.name: _of_sequence(columns[c.name], c, faults) for c in schema.sequence}
     values |= {c.name: _of_words(columns[c.name], c) for c in schema.text}
     forms = {c.name: c.form for c in schema.categorical}
-    rows: dict[str, np.ndarray | Counted] = {}
     for name, found in values.items():
         form = forms.get(name, Form.TEXT)
         codes, wrong = codes_of(found.distinct, form)
@@ -222,7 +230,7 @@ def _numbers(
         or pa.types.is_floating(kind)
         or pa.types.is_decimal(kind)
     ):
-        x = column.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        x = _plain(column.cast(pa.float64(), safe=False), np.nan)
     else:
         values = distinct_values(column)
         parsed = np.full(len(values.distinct) + 1, np.nan)
@@ -241,6 +249,18 @@ def _numbers(
     return x
 
 
+def _plain(column: pa.Array, missing: float) -> np.ndarray:
+    """The values of a column of float64 or int32, with `missing` where there is none. Arrow's own way loads pandas."""
+    n = len(column)
+    validity, data = column.buffers()
+    kind = np.float64 if column.type == pa.float64() else np.int32
+    values: np.ndarray = np.frombuffer(data, kind)[column.offset : column.offset + n]
+    if not column.null_count:
+        return values
+    present = np.unpackbits(np.frombuffer(validity, np.uint8), count=column.offset + n, bitorder="little")
+    return np.where(present[column.offset :].view(bool), values, kind(missing))
+
+
 def _fits(x: np.ndarray) -> np.ndarray:
     """Which are whole numbers of 32 bits. The lowest one stands for a missing one."""
     with np.errstate(invalid="ignore"):
@@ -249,7 +269,7 @@ def _fits(x: np.ndarray) -> np.ndarray:
 
 def _transformed(column: pa.Array, spec: NumericColumn, faults: Faults) -> np.ndarray:
     if spec.transform == "whole" and column.type == pa.int32():
-        return column.fill_null(MISSING_INTEGER).to_numpy(zero_copy_only=False)
+        return _plain(column, MISSING_INTEGER)
     x = _numbers(
         column,
         spec.name,

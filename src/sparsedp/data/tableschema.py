@@ -162,12 +162,20 @@ class TableSchema:
             },
             numbers=[column.name for column in self.numeric] + [PERIOD] + ([] if self.positive else [LABEL]),
             whole=[column.name for column in self.numbers if self.are_whole],
+            plain=self._hashed_where_they_stand(),
             columns=self.columns,
             mark=self.label,
             separator=self.separator,
             quotes=self.quotes,
             optional_periods=self.optional_periods,
         )
+
+    def _hashed_where_they_stand(self) -> list[str]:
+        """Columns whose values are not looked for among each other."""
+        vocabularies = {c.name: self.vocabulary if c.vocabulary is None else c.vocabulary for c in self.categorical}
+        return [
+            c.name for c in self.categorical if c.form is Form.HEX and isinstance(vocabularies[c.name], HashVocabulary)
+        ]
 
     def vocabularies(self) -> dict[str, ColumnVocabulary]:
         """The vocabulary of each categorical, sequence and text column, made for one reading."""

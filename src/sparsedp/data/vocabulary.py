@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparsedp.data.codes import MISSING, Form, codes_of, mix, spelled
+from sparsedp.data.codes import MISSING, Form, codes_of, hashed_hex_rows, mix, spelled
 from sparsedp.errors import ConfigError
 
 # Rows of a counted or given vocabulary that stand for no value of their own.
@@ -161,10 +161,17 @@ class HashedColumn:
 
     def encode(self, codes: np.ndarray) -> np.ndarray:
         """codes int64 [n] -> rows int32 [n]."""
-        salt = np.uint64((self.column + 1) * 0x9E3779B97F4A7C15 % 2**64)
-        rows = (mix(codes.astype(np.uint64) + salt) % np.uint64(self.size - 1)).astype(np.int32) + 1
+        rows = (mix(codes.astype(np.uint64) + self.salt) % np.uint64(self.size - 1)).astype(np.int32) + 1
         rows[codes == MISSING] = self.missing_row
         return rows
+
+    @property
+    def salt(self) -> np.uint64:
+        return np.uint64((self.column + 1) * 0x9E3779B97F4A7C15 % 2**64)
+
+    def encode_hex(self, values: pa.Array) -> tuple[np.ndarray, np.ndarray | None]:
+        """Binary values that are hex numbers -> (rows int32 [n], which are none, if any)."""
+        return hashed_hex_rows(values, self.salt, np.uint64(self.size - 1))
 
 
 class GivenColumn:

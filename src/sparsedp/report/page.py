@@ -151,6 +151,8 @@ def _status(record: RunRecord) -> tuple[str, str]:
         return "bad", "seeded: not for release"
     if record.plan.get("poisson_sampling") is False:
         return "bad", "epsilon not proven"
+    if record.result.get("stopped_early"):
+        return "good", f"stopped early, after {record.steps:,} of {record.planned_steps:,} steps"
     return "good", "finished"
 
 

@@ -111,6 +111,15 @@ def _stream(stream: dict[str, Any], unit: str) -> str:
     return f"{spans}{min(sizes):,} to {max(sizes):,} {unit}s each, and the sampling rate is that of the smallest"
 
 
+def _validation(validation: dict[str, Any] | str, unit: str) -> str:
+    if isinstance(validation, str):
+        return "by half of the held-out data, taken as public; the epsilon is that of the whole plan"
+    return (
+        f"at most {validation['looks']:,} looks at {validation['units']:,} private {unit}s, noise {validation['std']:g} on each "
+        "mean; the epsilon is that of training and all looks"
+    )
+
+
 def _summary(report: dict[str, Any]) -> Table:
     table = Table(box=SIMPLE_HEAD, show_header=False, pad_edge=False)
     table.add_column(no_wrap=True)
@@ -125,6 +134,11 @@ def _summary(report: dict[str, Any]) -> Table:
         ("noise multiplier", f"{report['noise_multiplier']:.4g}, clipping norm {report['max_grad_norm']:g}"),
         ("epsilon", f"{report['epsilon']:.4g} at delta {report['delta']:g}"),
         *((f"  after {int(at):,} steps", f"{value:.4g}") for at, value in report["epsilon_after"].items()),
+        *(
+            ()
+            if report["validation"] is None
+            else [("early stopping", _validation(report["validation"], report["unit"]))]
+        ),
         ("parameters", f"{report['parameters']:,}"),
         ("dense gradient", f"{report['dense_gradient_size']:,} coordinates of the tables a step"),
     ]

@@ -58,6 +58,12 @@ class Config:
         require_folder_name(self.name, "run")
         self._check_texts()
         self._check_sequences()
+        noise = (self.privacy.noise_multiplier, self.privacy.noise_on_mean)
+        if self.training.early_stopping is not None and any(noise):
+            raise SchemaError(
+                "training.early_stopping",
+                "needs privacy.target_epsilon: a run that stops early has the epsilon of its whole plan",
+            )
 
     def _check_texts(self) -> None:
         """Refuses texts with what is about other things, and the other way round."""

@@ -50,6 +50,10 @@ class Data:
     held_out: Any | None
     collate: Callable[[Any], Any]
     notes: tuple[str, ...] = ()  # what else was taken from private data, for the statement
+    validation: Any = None  # what early stopping looks at, apart from what is held out
+
+    def with_validation(self, validation: Any, held_out: Any) -> Data:
+        return replace(self, validation=validation, held_out=held_out)
 
     @property
     def vocabulary_is_private(self) -> bool:

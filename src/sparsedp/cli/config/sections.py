@@ -159,6 +159,34 @@ def _refuse_optimizer(name: str, options: dict[str, Any], key: str) -> None:
 
 
 @dataclass(frozen=True)
+class EarlyStoppingConfig:
+    """Stopping by looks at half of what is held out (`sparsedp.EarlyStopping`); the other half is what a run reports."""
+
+    validation: Literal["public", "private"] | None = None  # null is refused: nobody can guess it
+    every: Count | None = None  # steps
+    every_epochs: Count | None = None
+    patience: Count = 2
+    min_improvement: NotNegative = 0.0
+    std: Positive | None = None
+    clip: Positive | None = None
+
+    def __post_init__(self) -> None:
+        if self.validation is None:
+            raise SchemaError(
+                "validation",
+                "missing; say private (each look has noise, and target_epsilon pays for all of them), or public (nobody in the "
+                "held-out data is protected)",
+            )
+        if self.every is not None and self.every_epochs is not None:
+            raise SchemaError("every_epochs", "give it or every (steps), not both")
+        if self.validation == "private" and self.std is None:
+            raise SchemaError("std", "missing; expected the deviation of the noise on each mean loss, such as 0.005")
+        for name in ("std", "clip"):
+            if self.validation == "public" and getattr(self, name) is not None:
+                raise SchemaError(name, "is for validation: private; a public set has no noise")
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     epochs: Count
     batch_size: Count
@@ -167,6 +195,7 @@ class TrainingConfig:
     threads: Count | None = None
     evaluate_every: Count | None = None
     evaluate_every_epochs: Count | None = None
+    early_stopping: EarlyStoppingConfig | None = None
     checkpoint_every: Count | None = 1000
     checkpoint_minutes: Positive | None = 10.0
     log_every: Count = 10
