@@ -183,7 +183,7 @@ def _causal_rows(vocabulary: Vocabulary, repeats: int, memory: bool) -> list[dic
     works = {variant: causal_work(variant, vocabulary) for variant in _OF_CAUSAL}
     found = _timed(works, dict.fromkeys(_OF_CAUSAL, vocabulary.rows), repeats)
     del works
-    peak = {}
+    peak: dict[str, Any] = {}
     if memory:  # one at a time: each has tables of its own
         for variant in _OF_CAUSAL:
             peak |= peaks(causal_runs, (vocabulary, variant), (SMALL_CAUSAL, variant))

@@ -119,7 +119,7 @@ class Words(nn.Module):
 
     def __init__(self, weight: Tensor, sparse: bool) -> None:
         super().__init__()
-        self.table = nn.Embedding(*weight.shape, sparse=sparse, _weight=weight)
+        self.table = nn.Embedding.from_pretrained(weight, freeze=False, sparse=sparse)
         self.out = nn.Linear(weight.shape[1], 2)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -267,8 +267,9 @@ def sharded_collections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             )
         if getattr(part, "_use_index_dedup", False):
             raise UnsupportedError(
-                f"Module '{name}' looks each id of a batch up once for all examples (use_index_dedup), for which FBGEMM has nothing "
-                "on CPUs. Rows of an example are merged here: make EmbeddingCollectionSharder without it, and set_ec_index_dedup(False)."
+                f"Module '{name}' looks each id of a batch up once for all examples (use_index_dedup), for which FBGEMM has "
+                "nothing on CPUs. Rows of an example are merged here: make EmbeddingCollectionSharder without it, and "
+                "set_ec_index_dedup(False)."
             )
         yield name, part
 

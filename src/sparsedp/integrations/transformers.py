@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from sparsedp.check import CheckReport, check
 from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
-from sparsedp.integrations.training_arguments import refuse_arguments
 from sparsedp.integrations.table_softmax import LARGE, inner_model, is_over_table, softmax_over_table, table_of
+from sparsedp.integrations.training_arguments import refuse_arguments
 from sparsedp.integrations.unit_losses import LABELS, losses_of_units, reduced
 from sparsedp.plan import default_delta
 from sparsedp.sampling import PrivateLoader
