@@ -52,6 +52,7 @@ ALLOWED: list[tuple[str, set[str], str]] = [
     ),
     ("cli/sweepjobs.py", {"np.random"}, "the halves of the held-out data, the same for all runs"),
     ("cli/evaluation.py", {"Generator"}, "a loader in the data's order draws nothing that is used"),
+    ("cli/looks.py", {"Generator"}, "a loader in the data's order draws nothing that is used"),
     ("cli/configs/", set(), "an example's data, made up, and its initial weights"),
     (
         "cli/model_files.py",

@@ -60,9 +60,9 @@ def test_configurations_have_the_same_names_and_defaults() -> None:
             if key.name in defaults and key.name not in made:
                 assert key.default == defaults[key.name], key.name
     names = {key.name for kind in (PrivacyConfig, TrainingConfig) for key in fields(kind)}
-    # The data bring users, and the configuration has a section for streams. Public inputs and
+    # The data bring users, and the configuration has sections for streams and for early stopping. Public inputs and
     # layers of torch that are to be replaced are named in Python alone, and so is how data are divided among processes.
-    assert set(defaults) - names == {"users", "stream", "public_inputs", "replace_recurrent", "own_data"}
+    assert set(defaults) - names == {"users", "stream", "public_inputs", "replace_recurrent", "own_data", "validation"}
 
 
 @pytest.mark.parametrize("name", OWN)
@@ -103,7 +103,7 @@ def test_the_plan_holds_what_was_given() -> None:
     given: dict[str, Any] = {
         "mechanism": sparsedp.AdaFEST(threshold=2.0), "unit": "user", "loss_reduction": "sum", "poisson_sampling": False,
         "max_examples_per_user": 2, "public_inputs": ("t",), "frequencies": sparsedp.FrequencyRelease(clip=2.0),
-        "clipping": Clipping(7.0, "automatic", 0.5),
+        "clipping": Clipping(7.0, "automatic", 0.5), "validation": "public",
     }  # fmt: skip
     engine, *_ = make_private(
         Clicks(), loader_of(*clicks(64), batch_size=8), users=np.arange(64) % 20, max_grad_norm=3, **given

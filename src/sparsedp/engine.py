@@ -655,6 +655,7 @@ class PrivacyEngine:
             return self._load_checkpoint(path)
 
     def _load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        self._parts()
         of_several = checkpoint_of_several.is_of_several(path)
         read = checkpoint_of_several.load if of_several else checkpoint.load
         state = read(path, plan=self.plan, seed=self._seed, key=self._signing_key, order=self._order())

@@ -85,10 +85,10 @@ class OneOptimizerConfig:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"{key}: {self.name} refuses its settings: {error}") from error
 
-    def state_share(self) -> float:
+    def state_share(self, key: str = "optimizer.tables") -> float:
         """Bytes of optimizer state per byte of parameter, measured at a small parameter of its own."""
         probe = nn.Parameter(torch.zeros(32, 32))
-        optimizer = self.make([{"params": [probe]}])
+        optimizer = self.make([{"params": [probe]}], key)
         probe.grad = torch.zeros_like(probe)
         if isinstance(optimizer, torch.optim.SparseAdam):
             probe.grad = probe.grad.to_sparse(1)
@@ -140,7 +140,7 @@ class OptimizerConfig:
 
     def state_share(self) -> float:
         """Bytes of optimizer state per byte of a dense parameter."""
-        return self._of_all.state_share()
+        return self._of_all.state_share("optimizer")
 
     def table_state_share(self) -> float:
         """Bytes of optimizer state per byte of a table."""
