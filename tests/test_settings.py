@@ -103,14 +103,14 @@ def test_the_plan_holds_what_was_given() -> None:
     given: dict[str, Any] = {
         "mechanism": sparsedp.AdaFEST(threshold=2.0), "unit": "user", "loss_reduction": "sum", "poisson_sampling": False,
         "max_examples_per_user": 2, "public_inputs": ("t",), "frequencies": sparsedp.FrequencyRelease(clip=2.0),
-        "clipping": Clipping(7.0, "automatic", 0.5), "validation": "public",
+        "clipping": Clipping(7.0, "automatic", 0.5),
     }  # fmt: skip
     engine, *_ = make_private(
         Clicks(), loader_of(*clicks(64), batch_size=8), users=np.arange(64) % 20, max_grad_norm=3, **given
     )
     plan = engine.plan
     assert plan.clipping == Clipping(3.0, "automatic", 0.5)
-    assert {s.name for s in fields(PlannedSettings)} - set(given) == {"stream"}
+    assert {s.name for s in fields(PlannedSettings)} - set(given) == {"stream", "validation"}  # which tests of their own give
     for setting in fields(PlannedSettings):
         if setting.name in given:
             assert getattr(plan, setting.name) == given[setting.name]

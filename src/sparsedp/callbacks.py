@@ -15,17 +15,24 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from sparsedp.accounting.ledger import Ledger
+from sparsedp.sampling import PrivateLoader
 from sparsedp.step_report import StepReport
+
+if TYPE_CHECKING:
+    from sparsedp.optimizer import PrivateOptimizer
 
 METHODS = ("on_step", "on_epoch", "on_end")
 PUBLIC, PRIVATE = "public/", "private/"
 
 
-def require_callback(callback: Any) -> Any:
+def require_callback(callback: Any, every: int = 1) -> Any:
     if not any(callable(getattr(callback, name, None)) for name in METHODS):
         raise TypeError(f"{type(callback).__name__} is no callback: it has none of the methods {', '.join(METHODS)}")
+    if every < 1:
+        raise ValueError(f"every must be at least 1, not {every}")
     return callback
 
 
@@ -80,3 +87,32 @@ class SpentEpsilon:
             took = time.monotonic() - started
             self._next = started + max(0.5, 20 * took)
         return self._value
+
+
+class StepsTold:
+    """Tells a callback of every step whose number `every` divides, of epochs, and of the end."""
+
+    def __init__(
+        self, callback: Any, every: int, optimizer: PrivateOptimizer, loader: PrivateLoader, ledger: Ledger,
+        epsilon: Callable[[], float],
+    ) -> None:  # fmt: skip
+        self._callback, self._every = callback, every
+        self._optimizer, self._loader, self._ledger = optimizer, loader, ledger
+        self._epsilon = SpentEpsilon(epsilon)
+        self._latest: dict[str, float] = {}
+
+    def after_step(self) -> None:
+        step, report = self._ledger.steps, self._optimizer.last_step
+        ends_epoch, is_due = step % self._loader.steps_per_epoch == 0, step % self._every == 0
+        if report is None or not (ends_epoch or is_due):
+            return
+        rates = {f"{PUBLIC}lr/{i}": group["lr"] for i, group in enumerate(self._optimizer.param_groups)}
+        values = step_values(report) | finite_values({f"{PUBLIC}epsilon": self._epsilon(), **rates})
+        self._latest.update(values)
+        if is_due:
+            call(self._callback, "on_step", step, values)
+        if ends_epoch:
+            call(self._callback, "on_epoch", step // self._loader.steps_per_epoch, values)
+
+    def at_end(self) -> None:
+        call(self._callback, "on_end", self._latest | finite_values({f"{PUBLIC}epsilon": self._epsilon(now=True)}))

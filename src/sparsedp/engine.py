@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,10 +16,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from sparsedp import checkpoint, concerns, leaving
-from sparsedp.accounting.epsilon import dp_accounting_above, epsilon_of
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.accounting.registry import find_accountant
-from sparsedp.callbacks import SpentEpsilon, call, finite_values, require_callback, step_values
+from sparsedp.callbacks import StepsTold, require_callback
 from sparsedp.capture import Capture, Draws, PublicInputs
 from sparsedp.check import CheckReport
 from sparsedp.distributed import checkpoint as checkpoint_of_several
@@ -33,7 +31,7 @@ from sparsedp.kernels.threads import let_waiting_threads_sleep
 from sparsedp.mechanisms import Mechanism, PublicCounts
 from sparsedp.noise import GaussianNoise, RandomKey
 from sparsedp.optimizer import PrivateOptimizer
-from sparsedp.plan import PrivacyPlan, default_delta, require_delta
+from sparsedp.plan import PrivacyPlan
 from sparsedp.prediction import (
     TouchStatistics,
     find_auto_threshold,
@@ -44,12 +42,13 @@ from sparsedp.prediction import (
 )
 from sparsedp.preparation import Preparation
 from sparsedp.progress import Progress, no_progress
+from sparsedp.promise import Promise
 from sparsedp.refusals import private_parameters, refuse_module, refuse_optimizer, warn_of_compiled_parts
 from sparsedp.sampling import PrivateLoader
 from sparsedp.settings import ExecutionSettings, PrivacySettings, SettingsKeywords, read_settings, takes_settings
 from sparsedp.several_optimizers import as_one, parts_of
 from sparsedp.signature import read_key, sign_order
-from sparsedp.statement import PrivacyStatement, make_statement
+from sparsedp.statement import PrivacyStatement
 from sparsedp.tables import TableSpec, find_tables, table_specs
 from sparsedp.validation import PrivateValidation
 
@@ -93,22 +92,16 @@ class PrivacyEngine:
         progress: Progress = no_progress,
         rank_timeout: float = 60.0,
     ) -> None:
-        self.accountant = find_accountant(accountant).name
-        self.ledger = Ledger()
+        self._promise = Promise(accountant, allow_large_delta)
         self._seed = seed
-        self._allow_large_delta = allow_large_delta
         self._signing_key = None if ledger_key is None else read_key(ledger_key)
         self._progress = progress
         self._rank_timeout = timedelta(seconds=rank_timeout)
-        self._resumed = False  # whether a checkpoint was loaded
         self._key = RandomKey.from_os() if seed is None else RandomKey.from_seed(seed)
         self._plan: PrivacyPlan | None = None
         self._module: nn.Module | None = None
         self._optimizer: PrivateOptimizer | None = None
         self._loader: PrivateLoader | None = None
-        self._notes: list[str] = []
-        self._unit_is: str | None = None
-        self._checked = 0  # units that sparsedp.check looked at
         self._lineage = checkpoint.Lineage()  # the checkpoints that were written or read here
         self._capture: Capture | None = None
         self._recurrent: list[nn.Module] = []  # layers of torch that run as ours
@@ -166,7 +159,7 @@ class PrivacyEngine:
         read, single = read_settings(settings, "make_private_with_epsilon"), as_one(optimizer)
         with self._replaced(module, single, read[1]) as inner:
             plan, loader = self._prepare(inner, single, data_loader, 1.0, *read)
-            require_delta(target_delta, plan.dataset_size, self._allow_large_delta)
+            self._promise.require_delta(target_delta, plan.dataset_size)
             planned = steps if epochs is None else epochs * loader.steps_per_epoch
             assert planned is not None
             plan = plan.calibrated(
@@ -401,26 +394,12 @@ class PrivacyEngine:
         unit="user", `users` says whose each example is; a user counts with the mean of their clipped values.
         """
         self._parts()
-        plan, validation = self.plan, self.plan.validation
+        validation = self.plan.validation
         if not isinstance(validation, PrivateValidation):
             raise SparseDPError(
                 "No private validation is planned: give make_private_with_epsilon validation=sparsedp.PrivateValidation(...)."
             )
-        if (plan.unit == "user") != (users is not None):
-            raise ValueError(
-                "unit='user' protects users: give users=..., whose each example of the validation set is."
-                if users is None
-                else "users is for unit='user'; the units of this plan are examples."
-            )
-        found = validation.of_units(values, users)
-        look = self._looks()
-        if look >= validation.looks:
-            raise SparseDPError(
-                f"The {validation.looks} looks at the validation set that are planned were made, and their budget is spent. Plan "
-                "for more of them from the start: PrivateValidation(looks=...)."
-            )
-        self.ledger.record(validation.event, setup=True)
-        return validation.draw(found, self._key.child(_VALIDATION), look)
+        return validation.look(values, users, self.plan.unit, self.ledger, self._key.child(_VALIDATION))
 
     def touch_statistics(
         self,
@@ -462,6 +441,20 @@ class PrivacyEngine:
     # ------------------------------------------------------------------ answering for it
 
     @property
+    def accountant(self) -> str:
+        """The name of the accountant that epsilons come from."""
+        return self._promise.accountant
+
+    @accountant.setter
+    def accountant(self, name: str) -> None:
+        self._promise.accountant = find_accountant(name).name
+
+    @property
+    def ledger(self) -> Ledger:
+        """What really ran."""
+        return self._promise.ledger
+
+    @property
     def plan(self) -> PrivacyPlan:
         if self._plan is None:
             raise SparseDPError("There is no plan yet: call make_private or make_private_with_epsilon first.")
@@ -473,44 +466,18 @@ class PrivacyEngine:
         `delta` defaults to the plan's target or, without one, to 0.1 / N rounded down to one digit, N the number of units.
         With `validation`, what the whole plan costs, from the first step on: when it ends depends on what it learned.
         """
-        return epsilon_of(self._charged(), self._delta(delta), self.accountant)
-
-    def _charged(self) -> Ledger:
-        """What a promise rests on. No more than the plan can have run, abandoned steps and looks included."""
-        plan = self._plan
-        if plan is None or plan.validation is None or plan.steps is None or not self.ledger.entries:
-            return self.ledger
-        return plan.ledger(plan.steps)
+        return self._promise.epsilon(self._plan, delta)
 
     def statement(self, delta: float | None = None) -> PrivacyStatement:
         """What may be promised about the model as it is now."""
-        delta, plan = self._delta(delta), self.plan
-        loader = self._parts()[2]
-        charged = self._charged()
-        epsilon = epsilon_of(charged, delta, self.accountant)
-        compared = find_accountant(self.accountant).compared_with_dp_accounting and math.isfinite(epsilon)
-        return make_statement(
-            plan,
-            epsilon=epsilon,
-            delta=delta,
-            steps=self.ledger.steps,
+        return self._promise.statement(
+            self.plan,
+            delta,
             seeded=self._key.seeded,
-            notes=tuple(self._notes),
-            unit_is=self._unit_is,
-            checked=self._checked,
-            abandoned=self.ledger.abandoned,
-            dp_accounting_epsilon=dp_accounting_above(charged, delta, epsilon / 0.9) if compared else None,
-            resumed=self._resumed,
             signed=self._signing_key is not None,
-            drawn=loader.drawn,
+            drawn=self._parts()[2].drawn,
             several=self._run is not None and self._run.count > 1,
-            looks=self._looks(),
         )
-
-    def _looks(self) -> int:
-        """At the private validation set, abandoned ones included."""
-        validation = self.plan.validation
-        return self.ledger.setups(None, validation.event) if isinstance(validation, PrivateValidation) else 0
 
     def add_callback(self, callback: Any, every: int = 1) -> None:
         """Tells `callback` (`sparsedp.callbacks`) of every step whose number `every` divides, of epochs, and of `close()`.
@@ -518,35 +485,16 @@ class PrivacyEngine:
         Its values are those of the optimizer's `last_step`, learning rates and the epsilon spent; the loss is your loop's.
         Where several processes train together, that of rank 0 alone is told.
         """
-        require_callback(callback)
-        if every < 1:
-            raise ValueError(f"every must be at least 1, not {every}")
+        require_callback(callback, every)
         _, optimizer, loader = self._parts()
-        if self._run is not None and self._run.rank > 0:
-            return
-        epsilon = SpentEpsilon(self.get_epsilon)
-        latest: dict[str, float] = {}
-
-        def after_step() -> None:
-            step, report = self.ledger.steps, optimizer.last_step
-            ends_epoch = step % loader.steps_per_epoch == 0
-            if report is not None and (ends_epoch or step % every == 0):
-                rates = {f"public/lr/{i}": group["lr"] for i, group in enumerate(optimizer.param_groups)}
-                values = step_values(report) | finite_values({"public/epsilon": epsilon(), **rates})
-                latest.update(values)
-                if step % every == 0:
-                    call(callback, "on_step", step, values)
-                if ends_epoch:
-                    call(callback, "on_epoch", step // loader.steps_per_epoch, values)
-
-        optimizer.after_step.append(after_step)
-        self._at_close.append(
-            lambda: call(callback, "on_end", latest | finite_values({"public/epsilon": epsilon(now=True)}))
-        )
+        if self._run is None or self._run.rank == 0:
+            told = StepsTold(callback, every, optimizer, loader, self.ledger, self.get_epsilon)
+            optimizer.after_step.append(told.after_step)
+            self._at_close.append(told.at_end)
 
     def add_note(self, note: str) -> None:
         """Adds to what the statement does not cover, such as a vocabulary counted on private data."""
-        self._notes.append(note)
+        self._promise.notes.append(note)
 
     def add_advice(self, advice: HasNote) -> None:
         """Lets the statement say what the choice of the mechanism looked at: `engine.add_advice(sparsedp.advise(...))`."""
@@ -555,21 +503,11 @@ class PrivacyEngine:
 
     def describe_unit(self, text: str) -> None:
         """Lets the statement say what an example or a user is in these data, where that is not plain."""
-        self._unit_is = text
+        self._promise.unit_is = text
 
     def add_check(self, report: CheckReport) -> None:
         """Lets the statement say that `sparsedp.check` passed: `engine.add_check(sparsedp.check(...))`."""
-        self._checked = max(self._checked, report.units)
-
-    def _delta(self, delta: float | None) -> float:
-        units = None if self._plan is None else self._plan.dataset_size
-        if delta is None and self._plan is not None:
-            delta = self._plan.target_delta
-        if delta is None and units is not None:
-            delta = default_delta(units)
-        if delta is None:
-            raise ValueError("delta is needed: there is no plan with a target delta yet")
-        return require_delta(delta, units, self._allow_large_delta)
+        self._promise.checked = max(self._promise.checked, report.units)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -621,7 +559,8 @@ class PrivacyEngine:
         optimizer.require_fully_loaded()
         return checkpoint.State(
             plan=self.plan, lineage=self._lineage, model={}, optimizer={}, loader=loader.state_dict(),
-            prepared=optimizer.preparation.state, seed=self._seed, extra=extra or {}, notes=self._notes, order=self._order(),
+            prepared=optimizer.preparation.state, seed=self._seed, extra=extra or {}, notes=self._promise.notes,
+            order=self._order(),
         )  # fmt: skip
 
     def _whole(self, state: checkpoint.State) -> checkpoint.State:
@@ -687,8 +626,8 @@ class PrivacyEngine:
             else:
                 copy_tensors = checkpoint.restore(state, common, module, optimizer, self.ledger, loader)
             self._lineage.join(state.lineage)
-            self._resumed = True
-            self._notes += [note for note in state.notes if note not in self._notes]
+            self._promise.resumed = True
+            self._promise.add_notes(state.notes)
             if not self._key.seeded:
                 # Going back to an earlier step with the same key would put the same noise on another gradient.
                 self._key = RandomKey.from_os() if self._run is None else self._run.share_key(RandomKey.from_os())

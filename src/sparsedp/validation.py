@@ -16,6 +16,7 @@ import dp_accounting
 import numpy as np
 import torch
 
+from sparsedp.accounting.ledger import Ledger
 from sparsedp.errors import SparseDPError
 from sparsedp.grid import grid_of, round_to
 from sparsedp.noise import RandomKey
@@ -59,6 +60,27 @@ class PrivateValidation:
         """Of one look."""
         return dp_accounting.GaussianDpEvent(self.noise_multiplier)
 
+    def looks_made(self, ledger: Ledger) -> int:
+        """Abandoned ones included."""
+        return ledger.setups(None, self.event)
+
+    def look(self, values: Any, users: Any | None, unit: str, ledger: Ledger, key: RandomKey) -> float:
+        """The next look, which the ledger is charged with. `users`, with unit="user": whose each value is."""
+        if (unit == "user") != (users is not None):
+            raise ValueError(
+                "unit='user' protects users: give users=..., whose each example of the validation set is."
+                if users is None
+                else "users is for unit='user'; the units of this plan are examples."
+            )
+        of_units, look = self.of_units(values, users), self.looks_made(ledger)
+        if look >= self.looks:
+            raise SparseDPError(
+                f"The {self.looks} looks at the validation set that are planned were made, and their budget is spent. Plan "
+                "for more of them from the start: PrivateValidation(looks=...)."
+            )
+        ledger.record(self.event, setup=True)
+        return self.draw(of_units, key, look)
+
     def draw(self, values: np.ndarray, key: RandomKey, look: int) -> float:
         """The mean that is released at a look, by its number. `values` float64 [units]."""
         total = int(self._steps(values).sum())
@@ -76,20 +98,22 @@ class PrivateValidation:
 
     def of_units(self, values: Any, users: Any | None) -> np.ndarray:
         """One value for each unit, float64 [units]: with `users`, the mean of the clipped values of each user's examples."""
-        found = _numbers("values", values)
+        of_units = _numbers("values", values)
         if users is not None:
             ids = np.asarray(users.cpu() if isinstance(users, torch.Tensor) else users)
-            if ids.shape != found.shape:
-                raise ValueError(f"values and users must go together: there are {len(found)} values, {ids.shape} users")
+            if ids.shape != of_units.shape:
+                raise ValueError(
+                    f"values and users must go together: there are {len(of_units)} values, {ids.shape} users"
+                )
             _, place = np.unique(ids, return_inverse=True)
-            found = np.bincount(place, self._clipped(found)) / np.bincount(place)
-        if len(found) != self.units:
+            of_units = np.bincount(place, self._clipped(of_units)) / np.bincount(place)
+        if len(of_units) != self.units:
             whose = "units" if users is None else "users"
             raise SparseDPError(
-                f"The plan is for a validation set of {self.units} units, and these are the values of {len(found)} {whose}. "
+                f"The plan is for a validation set of {self.units} units, and these are the values of {len(of_units)} {whose}. "
                 "Give one value for each example of the whole set; PrivateValidation(units=...) says how many there are."
             )
-        return found
+        return of_units
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
