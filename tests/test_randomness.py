@@ -50,7 +50,6 @@ ALLOWED: list[tuple[str, set[str], str]] = [
         {"np.random"},
         "which rows are held out, under the user's seed, before anything private begins",
     ),
-    ("cli/sweepjobs.py", {"np.random"}, "the halves of the held-out data, the same for all runs"),
     ("cli/validation.py", {"np.random"}, "the halves of the held-out data, by their places alone"),
     ("cli/evaluation.py", {"Generator"}, "a loader in the data's order draws nothing that is used"),
     ("cli/looks.py", {"Generator"}, "a loader in the data's order draws nothing that is used"),
