@@ -48,6 +48,9 @@ class RunRecord:
     code: dict[str, Any] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, Any] = field(default_factory=dict)
+    predictions: dict[str, Any] = field(
+        default_factory=dict
+    )  # what `sparsedp plan --json` said, if it lies in the folder
     curves: dict[str, Curve] = field(default_factory=dict)
     tables: dict[str, dict[str, Curve]] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -102,6 +105,7 @@ def read_run(path: Path, public: bool = False, progress: Callable[[int], None] =
         record.provenance = reader.mapping(private / "provenance.json")
         record.code = reader.mapping(private / "code.json")
         record.result = reader.mapping(private / "result.json")
+        record.predictions = reader.mapping(private / "predictions.json")
         record.totals = _last_totals(reader.mapping(private / "totals.json"))
         record.audits = {file.name: value for file in _audit_files(path) if (value := reader.json(file)) is not None}
         reader.metrics(private / "metrics.jsonl", progress)
