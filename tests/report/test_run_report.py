@@ -368,6 +368,31 @@ def test_a_model_card_stays_a_model_card(tmp_path: Path) -> None:
             assert len(re.findall(r"(?<!\\)\|", row)) == columns, row
 
 
+BUNDLED_CONFIGS = sorted((Path(__file__).parents[2] / "src/sparsedp/cli/configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("config", BUNDLED_CONFIGS, ids=lambda path: path.stem)
+def test_the_header_of_a_model_card_has_the_fields_of_the_hub(tmp_path: Path, config: Path) -> None:
+    path = make_run(tmp_path / "run", config=yaml.safe_load(config.read_text()))
+    (path / "release/config.yaml").write_text(config.read_text())
+    header = model_card(read_run(path, public=True)).split("---\n")[1]
+    known = yaml.safe_load(header)
+    filled_in = yaml.safe_load(re.sub(r"^# ", "", header, flags=re.MULTILINE))  # each placeholder is a field of YAML
+    assert {"license", "pipeline_tag", "datasets", "language", "tags", "metrics"} <= set(filled_in)
+    assert {"license", "datasets", "language"} & set(known) == set()  # no configuration tells
+    assert {key: filled_in[key] for key in known} == known and "model-index" not in known
+    expected = {
+        "demo": ("tabular-classification", ["auc", "log_loss"], "pctr"),
+        "sst2": ("text-classification", ["accuracy"], "text_bag"),
+        "movielens": (None, ["ndcg@10", "hit@10", "mrr"], "transformer"),
+        "own_model": (None, None, "dp-sgd"),
+    }
+    if config.stem in expected:
+        task, metrics, tag = expected[config.stem]
+        assert (known.get("pipeline_tag"), known.get("metrics")) == (task, metrics) and known["tags"][-1] != "own_model"
+        assert tag in known["tags"]
+
+
 def test_a_model_card_is_what_the_hub_reads(tmp_path: Path) -> None:
     rows = [step_row(10), evaluation(10, auc=0.75, log_loss=0.5, planted_auc=0.8, **{"ndcg@10": 0.25})]
     path = make_run(tmp_path / "run", rows)
