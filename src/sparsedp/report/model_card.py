@@ -34,7 +34,7 @@ _RANKS_ITEMS = ("softmax", "sampled_softmax", "binary_candidates")
 _METRICS = {
     "binary_cross_entropy": ["auc", "log_loss"],
     "cross_entropy": ["accuracy"],
-    **dict.fromkeys(_RANKS_ITEMS, ["ndcg@10", "hit@10", "mrr"]),
+    **{loss: ["ndcg@10", "hit@10", "mrr"] for loss in _RANKS_ITEMS},
 }  # what a loss is evaluated by
 _NAME = r"[\w@.-]+"  # of a metric that may stand in the header
 
