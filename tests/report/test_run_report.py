@@ -435,6 +435,18 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert differences([records[0], records[0]]) == []
 
 
+def test_of_several_folders_those_that_are_no_runs_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b, cache = make_run(tmp_path / "a"), make_run(tmp_path / "b"), tmp_path / "cache"
+    cache.mkdir()
+    assert main(["report", str(a), str(b), str(cache), "--quiet"]) == 0
+    told = capsys.readouterr()
+    assert told.out.strip() == str(a / "private/comparison.html") and f"no folder of a run: {cache}" in told.err
+    assert main(["report", str(a), str(tmp_path / "c")]) == 2 and f"{tmp_path / 'c'} is not" in capsys.readouterr().err
+    assert main(["report", str(cache)]) == 2 and "neither release/ nor private/" in capsys.readouterr().err
+
+
 def test_what_the_plan_predicted_stands_beside_what_happened(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", totals=totals())
     predicted = {

@@ -85,9 +85,9 @@ def read_run(path: Path, public: bool = False, progress: Callable[[int], None] =
 
     `public` reads the part that may leave, and nothing else. `progress` is called with the rows of metrics read so far.
     """
-    exported = (path / "statement.json").is_file() and not (path / "release").is_dir()
+    exported = _is_exported(path)
     release = path if exported else path / "release"
-    if not exported and not (release.is_dir() or (path / "private").is_dir()):
+    if not is_folder_of_run(path):
         hint = ""
         if path.is_dir() and any((folder / "private").is_dir() for folder in path.iterdir() if folder.is_dir()):
             hint = f" It holds folders of runs: name those, as in {path}/*"
@@ -111,6 +111,15 @@ def read_run(path: Path, public: bool = False, progress: Callable[[int], None] =
         reader.metrics(private / "metrics.jsonl", progress)
         _add_files(record, private, "private", digests=False)
     return record
+
+
+def is_folder_of_run(path: Path) -> bool:
+    """Whether it is what a run left, or what `sparsedp export` made of it."""
+    return _is_exported(path) or (path / "release").is_dir() or (path / "private").is_dir()
+
+
+def _is_exported(path: Path) -> bool:
+    return (path / "statement.json").is_file() and not (path / "release").is_dir()
 
 
 def _audit_files(path: Path) -> list[Path]:
