@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import reading
+from benchmarks import reading, startup
 from benchmarks.audit import bound
 from benchmarks.compare import options as compare
 from benchmarks.convex import options as convex
@@ -60,6 +60,9 @@ def make_parser() -> argparse.ArgumentParser:
     readers = commands.add_parser("reading", help="rows per second and memory of reading a click log")
     reading.add_arguments(readers)
     readers.set_defaults(run=reading.run)
+    questions = commands.add_parser("startup", help="seconds of `sparsedp --version` and `--help`")
+    startup.add_arguments(questions)
+    questions.set_defaults(run=startup.run)
     classifiers = commands.add_parser(
         "texts", help="what the experiments on texts start from, and LoRA's gradient sizes"
     )

@@ -21,12 +21,25 @@ PACKAGES = (
 )  # fmt: skip
 # Public names that no package lists: each integration imports what its extra brings, and the others are for few.
 LISTED = {
-    "integrations": ["tensorboard.TensorBoard", "transformers.PrivateTrainer", "lightning.PrivacyCallback"],
+    "integrations": [
+        "tensorboard.TensorBoard",
+        "transformers.PrivateTrainer",
+        "transformers.softmax_over_table",
+        "lightning.PrivacyCallback",
+    ],
     "further": [
         "prediction.predict",
+        "prediction.find_threshold",
         "prediction.TouchStatistics",
         "accounting.search.search_epsilon",
         "errors.Refusal",
+        "errors.UnsupportedError",
+        "capture.units.Mixed",
+        "capture.expressions.place_linear",
+        "capture.ops.helpers.positions",
+        "capture.ops.registry.NotThisForm",
+        "capture.ops.registry.axis_rule",
+        "capture.ops.registry.use_rule",
     ],
 }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -15,8 +16,11 @@ from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+import pytest
+
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MISSING = "chromium and chromedriver are not installed: apt-get install chromium chromium-driver"
+WITHOUT = "SPARSEDP_NO_BROWSER"  # 1: the tests of pages are skipped even in CI
 _FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
           "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars")  # fmt: skip
 
@@ -59,6 +63,15 @@ class Browser:
     def printed(self) -> bytes:
         """The page as PDF."""
         return base64.b64decode(self.command("Page.printToPDF", printBackground=True)["data"])
+
+
+def skip_without_browser() -> None:
+    """Skips the test where there is no browser; in CI it fails, unless SPARSEDP_NO_BROWSER is 1."""
+    if CHROMIUM is not None and DRIVER is not None:
+        return
+    if os.environ.get("CI") and os.environ.get(WITHOUT) != "1":
+        pytest.fail(f"{MISSING}, or {WITHOUT}=1 leaves these tests out")
+    pytest.skip(MISSING)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ import importlib.util
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -37,6 +38,26 @@ def test_links_lead_somewhere(page: Path) -> None:
         there = (page.parent / name).resolve() if name else page
         assert there.exists(), f"{target} in {page.name}"
         assert not anchor or anchor in anchors(there), f"{target} in {page.name}"
+
+
+# Every link of the documentation that leads out of it. Nothing of a network is asked for in tests: whether they lead somewhere is
+# for a person to look at, here in one place.
+EXTERNAL_LINKS = {
+    "https://arxiv.org/abs/1605.08294",
+    "https://arxiv.org/abs/2110.03620",
+    "https://docs.pytorch.org/docs/stable/elastic/run.html",
+    "https://github.com/meta-pytorch/torchrec",
+}
+
+
+def test_external_links_are_listed_and_have_the_form_of_links() -> None:
+    pages = [*PAGES, *sorted((DOCS / "tutorials").glob("*.py")), *sorted((ROOT / "examples").glob("*.py"))]
+    links = {link for page in pages for link in re.findall(r"[a-z]+://[^\s)\]>\"'`]+", page.read_text())}
+    assert {link for link in links if not re.match(r"http://(127\.0\.0\.1|localhost)\b", link)} == EXTERNAL_LINKS
+    for link in EXTERNAL_LINKS:
+        parts = urlsplit(link)
+        assert parts.scheme == "https" and parts.path and not link.endswith((".", ",")), link
+        assert re.fullmatch(r"([a-z0-9-]+\.)+[a-z]+", parts.netloc), link
 
 
 @pages
@@ -122,6 +143,31 @@ def test_names_in_the_guide_are_in_the_reference(page: Path) -> None:
             continue  # a module
         known = any(dotted == name or dotted.startswith(f"{name}.") for name in listed)
         assert known, f"{dotted} in {page.name} is in no page of the reference"
+    for dotted in imported_names(page.read_text()):
+        assert dotted in listed or is_package(dotted), (
+            f"{dotted}, imported in {page.name}, is in no page of the reference"
+        )
+
+
+def imported_names(text: str) -> set[str]:
+    """What code of a page imports of the package: sparsedp.x.y for `from sparsedp.x import y, z as w`, over several lines too."""
+    names = set()
+    for module, several, one in re.findall(
+        r"^\s*(?:>>> )?from (sparsedp(?:\.\w+)*) import (?:\(([^)]*)\)|(.*))$", text, re.MULTILINE
+    ):
+        for name in re.split(r"[,\n]", re.sub(r"#.*", "", several or one)):
+            if name.strip():
+                names.add(f"{module}.{name.split()[0]}")
+    return names
+
+
+def is_package(dotted: str) -> bool:
+    return (ROOT / "src" / Path(*dotted.split("."))).is_dir()
+
+
+def test_imports_of_a_page_are_found_in_every_form() -> None:
+    text = "from sparsedp.a import b, c as d  # e\n    from sparsedp import (\n    f,  # g\n    h,\n)\nfrom sparsedpx import y\n"
+    assert imported_names(text) == {"sparsedp.a.b", "sparsedp.a.c", "sparsedp.f", "sparsedp.h"}
 
 
 def tutorial_runner() -> Any:

@@ -16,6 +16,7 @@ from sparsedp.audit import AuditedTraining, EpsilonAudit, audit_many_runs, audit
 from sparsedp.audit.gradient_canaries import Place
 from sparsedp.cli.progress import draw_progress
 from sparsedp.mechanisms import Mechanism
+from sparsedp.report.panels import legend_beside
 
 DELTA = 1e-5
 EPSILONS = (1.0, 4.0, 8.0)
@@ -160,20 +161,24 @@ def _markdown(lines: list[Line]) -> str:
 
 def eana_plot(lines: list[Line]) -> Figure:
     """The bounds of EANA and DP-SGD with the same noise against the epsilon that DP-SGD has with it."""
-    figure = Figure(figsize=(5.6, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.8, 4.2), layout="constrained")
     panel = figure.subplots()
     panel.plot(NOISES, NOISES, color="0.35", linestyle="--", label="what DP-SGD of this noise may show")
-    for name, on, color in (("EANA", "rows", "#d55e00"), ("EANA", "dense", "#e69f00"), ("DPSGD", "rows", "#0072b2")):
+    for name, title, on, where, color in (
+        ("EANA", "EANA", "rows", "on rows of a table", "#d55e00"),
+        ("EANA", "EANA", "dense", "in dense parameters", "#e69f00"),
+        ("DPSGD", "DP-SGD", "rows", "on rows of a table", "#0072b2"),
+    ):
         shown = {
             line.epsilon: line.audit.bound
             for line in lines
             if (line.part, line.mechanism, line.where) == ("the same noise", name, on)
         }
-        panel.plot(list(shown), list(shown.values()), marker="o", color=color, label=f"{name}, canaries on {on}")
+        panel.plot(list(shown), list(shown.values()), marker="o", color=color, label=f"{title}, canaries {where}")
     panel.set_xscale("log", base=2)
     panel.set_xticks(NOISES, [f"{noise:g}" for noise in NOISES])
     panel.set_xlabel("epsilon of DP-SGD with the same noise")
     panel.set_ylabel("lower bound on epsilon, 95 % confidence")
     panel.grid(alpha=0.25)
-    panel.legend(fontsize=8)
+    legend_beside(figure)
     return figure

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure  # not pyplot: it keeps global state
 from benchmarks.convex.optimisation import SOLVERS
 from benchmarks.convex.problem import KINDS
 from benchmarks.convex.rates import QUANTITIES
+from sparsedp.report.panels import legend_beside
 
 _NOISE, _PROJECTED = "#d55e00", "#0072b2"
 _REGIMES = {"with delta": ("gaussian", "projection"), "pure": ("laplace", "pure projection")}
@@ -38,7 +39,7 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
 
 def rates_plot(result: Mapping[str, Any], quantity: str) -> Figure:
     """Measured errors on each kind of rows, our upper bounds, the poster's lower bound, and where the sparse regime begins."""
-    figure = Figure(figsize=(10, 6.4), layout="constrained")
+    figure = Figure(figsize=(11.5, 6), layout="constrained")
     panels = figure.subplots(len(_REGIMES), len(KINDS), sharex=True, sharey=True)
     for line, (regime, (alone, projected)) in zip(panels, _REGIMES.items()):
         for panel, (kind, kind_title) in zip(line, KINDS.items()):
@@ -74,7 +75,7 @@ def rates_plot(result: Mapping[str, Any], quantity: str) -> Figure:
 
 def risk_plot(result: Mapping[str, Any]) -> Figure:
     """Excess risks of logistic regression over n and over d, the loss of zero, and the poster's rates."""
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(11, 4), layout="constrained")
     quantities = list(dict.fromkeys(row["quantity"] for row in result["optimisation"]))
     panels = figure.subplots(1, len(quantities), sharey=True, squeeze=False)
     for panel, quantity in zip(panels[0], quantities):
@@ -95,14 +96,12 @@ def risk_plot(result: Mapping[str, Any]) -> Figure:
 
 def _label(figure: Figure, panels: Any, below: str | None, left: str) -> None:
     """Names of the axes, and one legend for all panels."""
-    labels: dict[str, Any] = {}
     for panel in panels.ravel():
         assert isinstance(panel, Axes)
         panel.tick_params(which="both", labelsize=7)
-        labels |= dict(zip(*reversed(panel.get_legend_handles_labels())))
     for line in panels:
-        line[0].set_ylabel(left, fontsize=8)
+        line[0].set_ylabel(f"{left} (lower is better)", fontsize=8)
     if below is not None:
         for panel in panels[-1]:
             panel.set_xlabel(below, fontsize=8)
-    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=3, fontsize=8)
+    legend_beside(figure)

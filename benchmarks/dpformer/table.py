@@ -21,6 +21,19 @@ PAPER = {
     "dpformer": ((5.88, 11.13), (7.70, 14.31), (8.42, 15.40)),
 }
 EPSILONS = (5.0, 8.0, 10.0)
+TITLES = {
+    "gru": "GRU",
+    "lstm": "LSTM",
+    "untied": "Transformer, not tied",
+    "transformer": "Transformer",
+    "dpformer": "DPFormer",
+    "less_noise": "Transformer, less noise",
+    "clipped": "Transformer, clipped, no noise",
+    "dropout": "Transformer, dropout 0.2",
+    "dropout_non_private": "Transformer, dropout 0.2, not private",
+    "non_private": "Transformer, not private",
+    "frozen": "Transformer, table frozen at random",
+}
 
 
 class Run(NamedTuple):
@@ -86,27 +99,39 @@ def plot(runs: list[Run], path: Path) -> None:
     from matplotlib import colormaps
     from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    models, noise = figure.subplots(1, 2)
-    noise.set_prop_cycle(color=[colormaps["tab20"](number) for number in range(20)])
+    from sparsedp.report.panels import legend_beside
+
+    figure = Figure(figsize=(15, 4.2), layout="constrained")
+    # Each half with its own legend beside it: they show different runs.
+    left, right = figure.subfigures(1, 2, squeeze=False)[0]
+    models, noise = left.subplots(), right.subplots()
     colors = dict(zip(PAPER, ("#0072b2", "#56b4e9", "#009e73", "#e69f00", "#d55e00")))
     styles = dict(zip(EPSILONS, (":", "--", "-")))
-    for run in runs:
-        name = run.variant if run.epsilon is None else f"{run.variant}, epsilon {run.epsilon:g}"
+    others = iter(map(colormaps["tab20"], range(20)))
+    for run in sorted(runs, key=lambda run: -run.curve[-1][1]):  # the legend has the order of the ends of the curves
         if run.variant in PAPER and run.epsilon is not None:
-            models.plot(*zip(*run.curve), styles[run.epsilon], marker=".", label=name, color=colors[run.variant])
+            models.plot(
+                *zip(*run.curve), styles[run.epsilon], marker=".", label=title(run), color=colors[run.variant]
+            )  # fmt: skip
         if run.variant == "transformer" or run.variant not in PAPER:
-            noise.plot(*zip(*run.curve), marker=".", label=name)
-    for panel, title in (
-        (models, "The models of Table 1"),
-        (noise, "The tied Transformer with less noise, and controls"),
+            noise.plot(*zip(*run.curve), marker=".", label=title(run), color=next(others))
+    for half, panel, heading in (
+        (left, models, "The models of Table 1"),
+        (right, noise, "The tied Transformer with less noise, and controls"),
     ):
-        panel.axhline(100 * runs[0].result["popularity_ndcg@10"], color="k", linewidth=0.8, label="popularity")
-        panel.set_title(title, fontsize=9)
+        popularity = 100 * runs[0].result["popularity_ndcg@10"]
+        panel.axhline(popularity, color="k", linewidth=0.8, label="most popular items to everybody")
+        panel.set_title(heading, fontsize=9)
         panel.set_xlabel("epoch")
-        panel.set_ylabel("NDCG@10, %")
-        panel.legend(fontsize=6, ncols=2)
+        panel.set_ylabel("NDCG@10, % (higher is better)")
+        legend_beside(half)
     figure.savefig(path, dpi=130)
+
+
+def title(run: Run) -> str:
+    """The run in plain words."""
+    name = TITLES.get(run.variant, run.variant)
+    return name if run.epsilon is None else f"{name}, epsilon {run.epsilon:g}"
 
 
 if __name__ == "__main__":

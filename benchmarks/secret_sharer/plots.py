@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.secret_sharer.measure import TOP, Row
 from sparsedp.report.exposure_plot import exposure_plot
+from sparsedp.report.panels import legend_beside
 
 _COLORS = {"SGD": "black", "DP-SGD": "#0072b2", "LazyDP": "#56b4e9", "EANA": "#d55e00", "AdaFEST": "#009e73"}
 
@@ -27,7 +28,7 @@ def write_plots(rows: Sequence[Row], folder: Path) -> None:
 
 
 def precision_plot(rows: Sequence[Row]) -> Figure:
-    figure = Figure(figsize=(6, 4.2), layout="constrained")
+    figure = Figure(figsize=(7.6, 4.2), layout="constrained")
     axes = figure.subplots()
     for row in rows:
         line = "-" if row.noise_multiplier < 0.1 else "--"
@@ -35,9 +36,9 @@ def precision_plot(rows: Sequence[Row]) -> Figure:
     axes.plot(TOP, list(rows[0].popularity.values()), ":", color="grey", label="the most popular items")
     axes.set_xticks(TOP)
     axes.set_xlabel("k")
-    axes.set_ylabel("precision@k of test users")
-    axes.legend(fontsize=7)
+    axes.set_ylabel("precision@k of test users (higher is better)")
     axes.grid(alpha=0.25)
+    legend_beside(figure)
     return figure
 
 
@@ -53,12 +54,12 @@ def tradeoff_plot(rows: Sequence[Row]) -> Figure:
             x, y = row.result.exposures[place].extrapolated.median, row.precision["10"]
             panel.scatter(x, y, color=_COLORS[row.mechanism], marker=markers[f"{row.noise_multiplier:.2g}"], s=30)
         panel.set_title(f"{entries[place].repetitions} times in the data", fontsize=9)
-        panel.set_xlabel("median exposure by extrapolation [bits]")
+        panel.set_xlabel("median exposure by extrapolation [bits], lower is better")
         panel.grid(alpha=0.25)
-    panels[0].set_ylabel("precision@10")
+    panels[0].set_ylabel("precision@10 (higher is better)")
     for name, color in _COLORS.items():
         panels[-1].plot([], [], color=color, linewidth=4, label=name)
     for noise, marker in markers.items():
         panels[-1].scatter([], [], color="grey", marker=marker, label=f"noise {noise}")
-    figure.legend(fontsize=7, loc="outside right upper")
+    legend_beside(figure)
     return figure

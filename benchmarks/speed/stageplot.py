@@ -8,6 +8,7 @@ from typing import Any
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from benchmarks.speed.stages import STAGE_COLORS, stages_of
+from sparsedp.report.panels import legend_beside
 
 
 def stacked_stages(
@@ -33,5 +34,5 @@ def stacked_stages(
     panel.set_ylabel(f"best times of the stages / {unit_name}'s step", fontsize=8)
     panel.margins(y=0.05)
     panel.set_title(title, fontsize=9)
-    figure.legend(loc="outside right upper", fontsize=7)
+    legend_beside(figure)
     return figure

@@ -21,6 +21,9 @@ from sparsedp.step_report import StepReport
 WATCHED = 20  # steps with units that are looked at before anything is said
 LITTLE, LITTLE_OF_A_TABLE = 0.25, 0.05  # shares of touches, or of gradient mass, that are too few
 MOSTLY = 0.5  # share of the selected rows that nobody touched
+WAYS_TO_LESS_NOISE = (
+    "Lower noise_ratio, take larger batches, or take LazyDP (with SGD), whose noise on all rows costs no time."
+)
 _SMALL_BATCH = 0.1  # noise in a coordinate of the mean gradient, over the clipping norm, that is much
 _ENOUGH_UNITS = 32  # to say of a table that no two units share its rows
 _SHOWN = 5  # tables that are named
@@ -60,7 +63,7 @@ def of_prediction(plan: PrivacyPlan, prediction: Prediction, statistics: TouchSt
         return []
     concerns = []
     if mechanism.threshold_setting is not None and prediction.rows_false > MOSTLY * prediction.rows_selected > 0:
-        concerns.append(_mostly_noise(prediction.rows_false, prediction.rows_selected, mechanism.name))
+        concerns.append(mostly_noise(prediction.rows_false, prediction.rows_selected, mechanism.name))
     if mechanism.prepares and (chosen_by_noise := _chosen_by_noise(statistics)) > MOSTLY:
         concerns.append(
             f"No unit that was counted touches {chosen_by_noise:.0%} of the rows that {mechanism.name} chooses before training: "
@@ -125,7 +128,7 @@ def of_first_steps(plan: PrivacyPlan, reports: Sequence[StepReport]) -> list[str
     selected = sum(table.rows_selected for steps in tables.values() for table in steps)
     false = sum(table.rows_false for steps in tables.values() for table in steps)
     if mechanism.threshold_setting is not None and false > MOSTLY * selected > 0:
-        concerns.append(f"{first}: {_mostly_noise(false / len(reports), selected / len(reports), mechanism.name)}")
+        concerns.append(f"{first}: {mostly_noise(false / len(reports), selected / len(reports), mechanism.name)}")
     kept = fmean(report.kept_mass for report in reports)
     if mechanism.selects and not mechanism.noise_waits and tables and kept < LITTLE:
         concerns.append(
@@ -173,10 +176,10 @@ def of_unused(unused: Sequence[str], steps: int) -> list[str]:
     ]
 
 
-def _mostly_noise(false: float, selected: float, name: str) -> str:
+def mostly_noise(false: float, selected: float, name: str) -> str:
     return (
         f"{false:,.0f} of the {selected:,.0f} rows that {name} selects in a step are touched by no unit of the batch: noise "
-        "selects them. Lower noise_ratio, take larger batches, or take LazyDP (with SGD), whose noise on all rows costs no time."
+        f"selects them. {WAYS_TO_LESS_NOISE}"
     )
 
 

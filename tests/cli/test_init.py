@@ -114,7 +114,33 @@ def test_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     data = yaml.safe_load(Path("log.yaml").read_text())["data"]
     assert (data["user"], data["item"], data["time"]) == ("customer_id", "product", "bought_time")
     assert train("log.yaml", capsys, "--set", "data.length=8")["unit"] == "user"
-    assert "no column is called like a item" not in refused(capsys, "init", "--sequence", "log.csv", "--to", "a.txt")
+    assert "no column is called like" not in refused(capsys, "init", "--sequence", "log.csv", "--to", "a.txt")
+
+
+def test_columns_of_sequences_that_no_guess_would_find_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f"ü{i % 30}\tFïlm {i % 7}\t{i % 5}\t{1_700_000_000 + i}" for i in range(200)]
+    Path("log.tsv").write_text("Nutzer\tFilm\tSterne\tgesehen am\n" + "\n".join(lines) + "\n")
+    assert "Name it: --user COLUMN" in refused(capsys, "init", "--sequence", "log.tsv")
+    assert "no column is called like an item" in refused(capsys, "init", "--sequence", "log.tsv", "--user", "Nutzer")
+    names = ["--user", "Nutzer", "--item", "Film", "--time", "gesehen am"]
+    assert main(["init", "--sequence", "log.tsv", *names]) == 0
+    data = yaml.safe_load(Path("log.yaml").read_text())["data"]
+    assert (data["user"], data["item"], data["time"]) == ("Nutzer", "Film", "gesehen am")
+    assert train("log.yaml", capsys, "--set", "data.length=8")["unit"] == "user"
+    said = refused(capsys, "init", "--sequence", "log.tsv", "--to", "b.yaml", "--user", "nutzer")
+    assert "--user nutzer: the columns are Nutzer, Film, Sterne, gesehen am" in said and "Did you mean 'Nutzer'?" in said
+    twice = refused(capsys, "init", "--sequence", "log.tsv", "--to", "b.yaml", "--user", "Film", "--item", "Film")
+    assert "the same column as --" in twice
+
+
+def test_users_of_a_table_can_be_named_and_yes_and_no_are_a_label(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{i},k{i % 40},u{i % 3},{'Yes' if i % 3 else 'no'},g{i % 4}" for i in range(120)]
+    Path("log.csv").write_text("nr,Kundin,user,geklickt?,ad\n" + "\n".join(rows) + "\n")
+    assert main(["init", "log.csv", "--user", "Kundin"]) == 0
+    data = yaml.safe_load(Path("log.yaml").read_text())["data"]
+    assert (data["user"], data["label"], data["positive"]) == ("Kundin", "geklickt?", ["Yes"])
+    assert [*data["categorical"]] == ["ad"]  # not user: there is another column for it
+    assert train("log.yaml", capsys)["unit"] == "user"
 
 
 def test_text(capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +194,8 @@ def test_an_own_model(capsys: pytest.CaptureFixture[str]) -> None:
         ("a,label\nx,1\nx,0\n", [], "no column but the label, label, looks like one to learn from"),
         ("a,b\nx,1\n", ["--sequence"], "no column is called like"),
         ("a,b\nx,1\n", ["--sequence", "--label", "a"], "sequences have none"),
+        ("a,b\nx,1\n", ["--item", "a"], "--item: is for --sequence"),
+        ("a,b\nx,1\nz,0\n", ["--user", "c"], "--user c: the columns are a, b"),
         ("a,b\nx,1\n", ["--to", "no/folder.yaml"], "there is no folder no"),
         ("a,b\nx,1\n", ["--to", "a.csv"], "is there already"),
     ],

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 import sys
+import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from documentation import DOCS
 from sparsedp.cli.config.load import load_config
 from sparsedp.cli.main import main
 from sparsedp.cli.provenance import file_digest, provenance
@@ -139,6 +142,37 @@ def test_a_callback_that_fails_takes_nothing_away(capsys: pytest.CaptureFixture[
     assert error.count("telling_mine:Failing failed in on_step, and is not called again: no network") == 1
     assert sum(what == "end" for what, _, _ in told()) == 1
     assert json.loads(Path("run/private/result.json").read_text())["finished"]
+
+
+TRACKERS = {  # by the class in docs/command-line.md: how a run begins, is told of a step, and ends
+    "Mlflow": ("mlflow", "start_run", "log_metrics", "end_run"),
+    "WandB": ("wandb", "init", "log", "finish"),
+}
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_the_documented_trackers_run(tracker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As they stand in the documentation, with a module in place of the tracker's that takes what the real one takes."""
+    page = (DOCS / "command-line.md").read_text()
+    blocks = [text for text in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if f"class {tracker}:" in text]
+    assert len(blocks) == 1 and f'callbacks: ["trackers:{tracker}"]' in blocks[0]
+    Path("trackers.py").write_text(blocks[0])
+    monkeypatch.delitem(sys.modules, "trackers", raising=False)
+    package, begin, step, end = TRACKERS[tracker]
+    calls: list[tuple[str, dict[str, Any]]] = []
+    stub = types.ModuleType(package)
+    setattr(
+        stub, begin, lambda *, run_name=None, name=None, config=None: calls.append((begin, {"run": run_name or name}))
+    )
+    setattr(stub, step, lambda values, *, step: calls.append(("step", {"step": step, **values})))
+    setattr(stub, end, lambda: calls.append((end, {})))
+    monkeypatch.setitem(sys.modules, package, stub)
+    assert train(f"callbacks=['trackers:{tracker}']") == 0
+    assert calls[0] == (begin, {"run": "run"}) and calls[-1] == (end, {})
+    told_of = [values for what, values in calls if what == "step"]
+    assert {values["step"] for values in told_of} == set(range(1, STEPS + 1))
+    assert all(isinstance(number, (int, float)) for values in told_of for number in values.values())
+    assert "private/loss" in told_of[0] and "public/epsilon" in told_of[0]
 
 
 def test_callbacks_that_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:

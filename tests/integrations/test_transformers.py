@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ pytest.importorskip("transformers")
 import transformers
 
 import sparsedp
+from documentation import DOCS
 from sparsedp.errors import CheckpointError, UnsupportedError
 from sparsedp.integrations.training_arguments import DECIDED, fields_of
 from sparsedp.integrations.training_arguments import REFUSED as REASONS
@@ -693,3 +695,20 @@ def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
         assert torch.equal(value, weights[name]), name
     assert resumed.engine.ledger.steps == engine.ledger.steps
     assert resumed.engine.get_epsilon(1e-3) == engine.get_epsilon(1e-3)
+
+
+def test_the_documented_loss_of_texts_trains(tmp_path: Path) -> None:
+    """docs/pitfalls.md, as it stands there."""
+    page = (DOCS / "pitfalls.md").read_text()
+    block = next(text for text in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "PrivateTrainer(" in text)
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, **sizes))
+    texts = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in examples()]
+    texts[0] = {**texts[0], "labels": [-100] * LENGTH}  # nothing of it counts, and nothing is divided by zero
+    names: dict[str, Any] = {"model": model, "arguments": arguments(tmp_path), "train": texts}
+    before = weights_of(model)
+    exec(compile(block, "docs/pitfalls.md", "exec"), names)
+    assert names["trainer"].engine.ledger.steps == 2 * SIZE // BATCH
+    after = weights_of(model)
+    assert all(torch.isfinite(value).all() for value in after.values())
+    assert not torch.equal(before["transformer.wte.weight"], after["transformer.wte.weight"])

@@ -31,7 +31,7 @@ def test_few_values_stay_as_they_are() -> None:
     for step in range(500):
         curve.add(step, step**2)
     assert [(p.x, p.y, p.low, p.high) for p in curve.points()] == [(s, s**2, s**2, s**2) for s in range(500)]
-    assert (curve.first, curve.last, curve.is_thinned) == (0, 499**2, False)
+    assert not curve.is_thinned
 
 
 @pytest.mark.parametrize("value", [None, "infinity", math.nan, math.inf, -math.inf, True, [], 10**400])
@@ -82,3 +82,11 @@ def test_numbers_in_words() -> None:
         "1e-06",
         "12,346",
     ]
+
+
+def test_the_ends_of_a_curve_are_means_of_its_first_and_last_fifth() -> None:
+    curve = Curve()
+    for step, y in enumerate([None, 1.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 5.0, 7.0]):
+        curve.add(step, y)
+    assert curve.ends() == (2.0, 6.0)
+    assert Curve().ends() is None

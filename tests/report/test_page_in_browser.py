@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from browser import CHROMIUM, DRIVER, MISSING, Browser, browser
+import browser as browsers
+from browser import Browser, browser
 from report.runs import PLAN, STATEMENT, make_run, step_row, totals
 from report.test_run_report import evaluation, hostile_run
 from sparsedp.report.page import render
 from sparsedp.report.run_record import read_run
-
-pytestmark = pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason=MISSING)
 
 # Pairs of labels on the same axis that lie on one another, and those that lie outside of the window.
 LABELS = """
@@ -39,6 +38,7 @@ return [getComputedStyle(document.body).backgroundColor, getComputedStyle(docume
 
 @pytest.fixture(scope="module")
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    browsers.skip_without_browser()
     with browser(tmp_path_factory.mktemp("profile")) as opened:
         yield opened
 
@@ -56,6 +56,21 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, paths in pages.items():
         (folder / f"{name}.html").write_text(render([read_run(path) for path in paths]))
     return {name: folder / f"{name}.html" for name in pages}
+
+
+def test_a_browser_that_is_missing_fails_in_ci_unless_somebody_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(browsers, "CHROMIUM", None)
+    monkeypatch.setenv("CI", "1")
+    monkeypatch.delenv(browsers.WITHOUT, raising=False)
+    with pytest.raises(pytest.fail.Exception, match="chromium-driver, or SPARSEDP_NO_BROWSER=1"):
+        browsers.skip_without_browser()
+    monkeypatch.setenv(browsers.WITHOUT, "1")
+    with pytest.raises(pytest.skip.Exception):
+        browsers.skip_without_browser()
+    monkeypatch.delenv(browsers.WITHOUT)
+    monkeypatch.delenv("CI")
+    with pytest.raises(pytest.skip.Exception):
+        browsers.skip_without_browser()
 
 
 @pytest.mark.parametrize("width", [320, 390, 1280, 2000])

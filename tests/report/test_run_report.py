@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import yaml
 
 from report.runs import CONFIG, PLAN, STATEMENT, make_run, step_row, totals
+from sparsedp import concerns
 from sparsedp.audit.membership import largest_tpr
 from sparsedp.cli.main import main
 from sparsedp.cli.runfolder import _PRIVATE, RELEASED
@@ -93,8 +95,9 @@ def test_a_finished_run(tmp_path: Path) -> None:
         "Epsilon spent", "Training loss", "AUC, held out", "log loss, held out", "Learning rate", "Rows in a step, all tables",
         "Share of units that were clipped", "Seconds of a step", "items",
     }  # fmt: skip
-    assert "67 % of the selected rows were touched by nobody" not in page.words  # 25 of 40
-    assert "62 % of the selected rows were touched by nobody" in page.words
+    assert f"In all logged steps: {concerns.mostly_noise(25, 40, 'adafest')}" in page.words
+    folder = shlex.quote(str(path))
+    assert f"sparsedp plan {folder}/private/config.yaml --json > {folder}/private/predictions.json" in page.words
 
 
 def test_what_is_promised_in_words_follows_from_epsilon() -> None:
@@ -365,6 +368,31 @@ def test_a_model_card_stays_a_model_card(tmp_path: Path) -> None:
             assert len(re.findall(r"(?<!\\)\|", row)) == columns, row
 
 
+BUNDLED_CONFIGS = sorted((Path(__file__).parents[2] / "src/sparsedp/cli/configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("config", BUNDLED_CONFIGS, ids=lambda path: path.stem)
+def test_the_header_of_a_model_card_has_the_fields_of_the_hub(tmp_path: Path, config: Path) -> None:
+    path = make_run(tmp_path / "run", config=yaml.safe_load(config.read_text()))
+    (path / "release/config.yaml").write_text(config.read_text())
+    header = model_card(read_run(path, public=True)).split("---\n")[1]
+    known = yaml.safe_load(header)
+    filled_in = yaml.safe_load(re.sub(r"^# ", "", header, flags=re.MULTILINE))  # each placeholder is a field of YAML
+    assert {"license", "pipeline_tag", "datasets", "language", "tags", "metrics"} <= set(filled_in)
+    assert {"license", "datasets", "language"} & set(known) == set()  # no configuration tells
+    assert {key: filled_in[key] for key in known} == known and "model-index" not in known
+    expected = {
+        "demo": ("tabular-classification", ["auc", "log_loss"], "pctr"),
+        "sst2": ("text-classification", ["accuracy"], "text_bag"),
+        "movielens": (None, ["ndcg@10", "hit@10", "mrr"], "transformer"),
+        "own_model": (None, None, "dp-sgd"),
+    }
+    if config.stem in expected:
+        task, metrics, tag = expected[config.stem]
+        assert (known.get("pipeline_tag"), known.get("metrics")) == (task, metrics) and known["tags"][-1] != "own_model"
+        assert tag in known["tags"]
+
+
 def test_a_model_card_is_what_the_hub_reads(tmp_path: Path) -> None:
     rows = [step_row(10), evaluation(10, auc=0.75, log_loss=0.5, planted_auc=0.8, **{"ndcg@10": 0.25})]
     path = make_run(tmp_path / "run", rows)
@@ -407,6 +435,18 @@ def test_several_runs_side_by_side(tmp_path: Path) -> None:
     assert differences([records[0], records[0]]) == []
 
 
+def test_of_several_folders_those_that_are_no_runs_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b, cache = make_run(tmp_path / "a"), make_run(tmp_path / "b"), tmp_path / "cache"
+    cache.mkdir()
+    assert main(["report", str(a), str(b), str(cache), "--quiet"]) == 0
+    told = capsys.readouterr()
+    assert told.out.strip() == str(a / "private/comparison.html") and f"no folder of a run: {cache}" in told.err
+    assert main(["report", str(a), str(tmp_path / "c")]) == 2 and f"{tmp_path / 'c'} is not" in capsys.readouterr().err
+    assert main(["report", str(cache)]) == 2 and "neither release/ nor private/" in capsys.readouterr().err
+
+
 def test_what_the_plan_predicted_stands_beside_what_happened(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run", totals=totals())
     predicted = {
@@ -416,6 +456,53 @@ def test_what_the_plan_predicted_stands_beside_what_happened(tmp_path: Path) -> 
     words = Page(render([read_run(path)], predicted)).words
     assert "rows touched in a step 88 90" in words and "gradient size (coordinates a step) 333 320" in words
     assert "milliseconds of a step 21.5 20" in words and "at its peak) 400 500" in words
+    assert "sparsedp plan " not in words
+    (path / "private/predictions.json").write_text(json.dumps(predicted))  # where the report says to write it
+    assert "rows touched in a step 88 90" in Page(render([read_run(path)])).words
+    public = Page(render([read_run(path, public=True)])).words
+    assert "rows touched" not in public and "sparsedp plan" not in public
+
+
+def test_the_command_for_predictions_names_the_configuration_beside_which_the_users_code_lies(tmp_path: Path) -> None:
+    code = {"configuration": "/home/me/my run.yaml", "trusted": ["mine"], "files": {"model.py": "/home/me/model.py"}}
+    command = section(read_run(make_run(tmp_path / "run", code=code))).command_for_predictions
+    assert command is not None and command.startswith("sparsedp plan '/home/me/my run.yaml' --trust mine --json > ")
+
+
+def test_what_the_run_said_about_noise_is_not_said_twice(tmp_path: Path) -> None:
+    said = {
+        "kind": "warning",
+        "step": 20,
+        "message": f"In the first 20 steps: {concerns.mostly_noise(9, 10, 'adafest')}",
+    }
+    of = section(read_run(make_run(tmp_path / "run", [step_row(10), said])))
+    assert [warning for warning in of.warnings if "touched by no unit" in warning] == [said["message"]]
+
+
+@pytest.mark.parametrize(
+    "losses, diverged",
+    [
+        ([0.5] * 9 + [6.0], False),  # one noisy batch at the end
+        ([0.01] + [0.5] * 9, False),  # and at the beginning
+        ([0.5] * 8 + [5.5, 6.0], True),
+        ([-0.5] * 8 + [-5.5, -6.0], False),
+    ],
+)
+def test_a_loss_has_diverged_by_the_means_of_both_ends_of_the_log(
+    tmp_path: Path, losses: list[float], diverged: bool
+) -> None:
+    rows = [step_row(10 * (at + 1), loss=loss) for at, loss in enumerate(losses)]
+    warned = section(read_run(make_run(tmp_path / "run", rows))).warnings
+    assert any("has diverged" in warning for warning in warned) == diverged
+
+
+def test_curves_of_tables_have_the_order_of_the_model(tmp_path: Path) -> None:
+    names = [f"tables.{i}.weight" for i in range(12)]
+    counts = {"touched": 4, "selected": 3, "false": 1}
+    rows = [step_row(step, tables=dict.fromkeys(sorted(names), counts)) for step in (10, 20)]
+    plan = PLAN | {"parameters": [[name, [100, 8]] for name in names]}
+    of = section(read_run(make_run(tmp_path / "run", rows, plan=plan)))
+    assert [one.title for one in of.table_charts] == names == [row[0] for row in of.tables]
 
 
 def test_evaluations_on_other_data_are_not_the_runs_own(tmp_path: Path) -> None:

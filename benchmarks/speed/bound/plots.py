@@ -13,6 +13,7 @@ from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from benchmarks.speed.bound.measure import VARIANTS
 from benchmarks.speed.stages import STAGE_COLORS
+from sparsedp.report.panels import legend_beside
 
 
 def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
@@ -47,5 +48,5 @@ def bound_plot(rows: Sequence[Mapping[str, Any]]) -> Figure:
     panel.invert_yaxis()
     panel.set_xlabel("ms", fontsize=8)
     panel.set_title(rows[0]["title"], fontsize=9)
-    figure.legend(loc="outside right upper", fontsize=7)
+    legend_beside(figure)
     return figure

@@ -9,6 +9,8 @@ from typing import Any
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from benchmarks.speed.distributed.setting import MODELS, SHARDINGS, VARIANTS, Setting
+from benchmarks.speed.names import COLORS
+from sparsedp.report.panels import legend_beside, log_axis
 
 
 def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
@@ -30,7 +32,7 @@ def _label(setting: Setting) -> str:
 
 
 def _ratios(result: Mapping[str, Any]) -> Figure:
-    figure = Figure(figsize=(9, 4), layout="constrained")
+    figure = Figure(figsize=(10.5, 4), layout="constrained")
     sparse = [row for row in result["rows"] if row["variant"] not in ("plain", "dpsgd")]
     names = [name for name in VARIANTS if any(row["variant"] == name for row in sparse)]
     titles = {"ratio_to_plain": "time of a step / TorchRec's, best", "bytes_ratio_to_plain": "bytes sent / TorchRec's"}
@@ -38,30 +40,36 @@ def _ratios(result: Mapping[str, Any]) -> Figure:
         for setting in dict.fromkeys(Setting(**row["setting"]) for row in sparse):
             mine = {row["variant"]: row[key] for row in sparse if Setting(**row["setting"]) == setting}
             heights = [mine[name]["best"] if key == "ratio_to_plain" else mine[name] for name in mine]
-            panel.plot([names.index(name) for name in mine], heights, marker="o", label=_label(setting))
+            panel.plot([names.index(name) for name in mine], heights, "o", label=_label(setting))
         panel.axhline(1, color="0.6", linewidth=0.8)
-        panel.set_xticks(range(len(names)), [VARIANTS[name] for name in names], rotation=30)
+        panel.set_xticks(range(len(names)), [VARIANTS[name] for name in names], rotation=30, ha="right")
+        panel.set_xlim(-0.5, len(names) - 0.5)
+        panel.grid(axis="x", alpha=0.25)
         panel.tick_params(axis="x", labelsize=7)
         panel.set_ylim(bottom=0)
-        panel.set_title(title, fontsize=9)
-    panel.legend(fontsize=7)
+        panel.set_title(f"{title} (lower is better)", fontsize=9)
+    legend_beside(figure)
     return figure
 
 
 def _scaling(scaling: Mapping[str, Any]) -> Figure:
     settings = list(dict.fromkeys(Setting(**row["setting"]) for row in scaling["rows"]))
-    figure = Figure(figsize=(1 + 3.2 * len(settings), 3.6), layout="constrained")
+    figure = Figure(figsize=(2 + 3.2 * len(settings), 3.6), layout="constrained")
     for panel, setting in zip(figure.subplots(1, len(settings), squeeze=False)[0], settings):
         for row in (row for row in scaling["rows"] if Setting(**row["setting"]) == setting):
             hosts = sorted(map(int, row["model"]))
             (line,) = panel.plot(
-                hosts, [1e3 * row["model"][str(n)] for n in hosts], linestyle="--", label=VARIANTS[row["variant"]]
+                hosts,
+                [1e3 * row["model"][str(n)] for n in hosts],
+                "--",
+                color=COLORS[row["variant"]],
+                label=VARIANTS[row["variant"]],
             )
             panel.plot([1, 2], [1e3 * row["measured"][n] for n in ("1", "2")], "o", color=line.get_color())
-        panel.set_xscale("log", base=2)
+        log_axis(panel, "x", hosts)
         panel.set_ylim(bottom=0)
         panel.set_xlabel("hosts (dots: measured; lines: a model)", fontsize=8)
         panel.set_title(_label(setting), fontsize=9)
-    figure.supylabel("ms of a step", fontsize=8)
-    panel.legend(fontsize=7)
+    figure.supylabel("ms of a step (lower is better)", fontsize=8)
+    legend_beside(figure)
     return figure

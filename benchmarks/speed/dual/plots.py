@@ -14,6 +14,7 @@ from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from benchmarks.speed.dual.measure import VARIANTS, Setting
 from benchmarks.speed.stageplot import stacked_stages
+from sparsedp.report.panels import legend_beside, log_axis
 
 _COLORS = dict(zip(VARIANTS, ("0.35", "#d55e00", "#009e73", "#0072b2", "#cc79a7"), strict=True))
 
@@ -37,18 +38,18 @@ def speed_plot(rows: Rows) -> Figure | None:
     """Lines: steps a second, best, over items."""
     if not rows:
         return None
-    figure = Figure(figsize=(5.5, 4.0), layout="constrained")
+    figure = Figure(figsize=(7.2, 4.0), layout="constrained")
     panel = figure.subplots()
     for name, title in VARIANTS.items():
         points = sorted((row["setting"]["items"], row["steps_per_second"]) for row in rows if row["variant"] == name)
         if points:
             panel.plot(*zip(*points), marker="o", color=_COLORS[name], label=title)
-    panel.set_xscale("log")
-    panel.set_yscale("log")
+    log_axis(panel, "x", [row["setting"]["items"] for row in rows])
+    log_axis(panel, "y")
     panel.set_xlabel("items")
-    panel.set_ylabel("steps a second, best", fontsize=8)
+    panel.set_ylabel("steps a second, best (higher is better)", fontsize=8)
     panel.set_title(f"The dual encoder, batch {rows[0]['setting']['batch']} (EANA, Table 3)", fontsize=9)
-    figure.legend(loc="outside lower center", ncols=5, fontsize=7)
+    legend_beside(figure)
     return figure
 
 

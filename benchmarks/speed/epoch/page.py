@@ -6,11 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.speed.markdown import images, markdown_table, milliseconds, number
+from benchmarks.speed.names import NAMES
 
 
 def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     lines = (
-        [row["variant"], milliseconds(row), milliseconds(row["fetching"]), number(row["ratio_to_plain"]["best"])]
+        [NAMES[row["variant"]], milliseconds(row), milliseconds(row["fetching"]), number(row["ratio_to_plain"]["best"])]
         for row in result["rows"]
     )
     table = markdown_table(("variant", "epoch", "its batches alone", "ratio to plain, best"), lines)

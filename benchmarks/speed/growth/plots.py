@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from benchmarks.speed.growth.measure import MODELS, SEQUENCE_VARIANTS, VARIANTS
 from benchmarks.speed.growth.page import rows_along
+from sparsedp.report.panels import legend_beside, log_axis
 
 _COLORS = {
     "click": dict(zip(VARIANTS, ("0.35", "#d55e00", "#cc79a7", "#0072b2", "#009e73"), strict=True)),
@@ -52,13 +54,12 @@ def growth_plot(result: Mapping[str, Any], model: str, quantity: str) -> Figure 
         if points:
             best = [1e3 * row["best"] for row in points]
             above = [1e3 * row["median"] - low for row, low in zip(points, best)]
-            label = f"{title}, x^{fits[name]:.2f}" if name in fits else title
+            label = f"{title}: grows as x^{round(fits[name], 2) + 0.0:g}" if name in fits else title
             panel.errorbar(
                 [row["value"] for row in points], best, ([0.0] * len(best), above), marker="o", capsize=2,
                 color=_COLORS[model][name], label=label,
             )  # fmt: skip
-    panel.set_ylabel("a step, ms: best, and up to the median", fontsize=8)
-    figure.legend(loc="outside lower center", ncols=2, fontsize=7)
+    _finish(figure, panel, [row["value"] for row in rows], "a step, ms: best, and up to the median (lower is better)")
     return figure
 
 
@@ -70,16 +71,20 @@ def memory_plot(rows: Sequence[Mapping[str, Any]]) -> Figure | None:
         points = sorted((row["value"], max(row["memory"], 1) / 1e6) for row in rows if row["variant"] == name)
         if points:
             panel.plot(*zip(*points), marker="o", color=_COLORS["click"][name], label=title)
-    panel.set_ylabel("MB", fontsize=8)
-    figure.legend(loc="outside lower center", ncols=5, fontsize=7)
+    _finish(figure, panel, [row["value"] for row in rows], "MB (lower is better)")
     return figure
 
 
-def _panel(title: str, unit: str) -> tuple[Figure, Any]:
-    figure = Figure(figsize=(5.5, 4.0), layout="constrained")
+def _panel(title: str, unit: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.6, 4.0), layout="constrained")
     panel = figure.subplots()
-    panel.set_xscale("log")
-    panel.set_yscale("log")
     panel.set_xlabel(unit)
     panel.set_title(title, fontsize=9)
     return figure, panel
+
+
+def _finish(figure: Figure, panel: Axes, places: Sequence[float], label: str) -> None:
+    panel.set_ylabel(label, fontsize=8)
+    log_axis(panel, "x", places)
+    log_axis(panel, "y")
+    legend_beside(figure)

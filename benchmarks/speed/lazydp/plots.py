@@ -15,6 +15,7 @@ from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from benchmarks.speed.lazydp.measure import QUANTITIES, VARIANTS
 from benchmarks.speed.stageplot import stacked_stages
+from sparsedp.report.panels import legend_beside, log_axis
 
 _COLORS = dict(
     zip(VARIANTS, ("0.55", "#8c510a", "#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#009e73", "#cc79a7"), strict=True)
@@ -61,7 +62,7 @@ def _bars(rows: Rows, key: str, names: Sequence[str], base: float | None) -> Fig
     panel.axhline(1, color="k", linewidth=0.8)
     panel.margins(y=0.15)
     panel.set_title(QUANTITIES[key].title, fontsize=9)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=7)
+    legend_beside(figure)
     return figure
 
 
@@ -72,8 +73,8 @@ def ratio_plot(rows: Rows, key: str) -> Figure | None:
         return None
     figure = _bars(rows, key, names, None)
     panel = figure.axes[0]
-    panel.set_yscale("log")
-    panel.set_ylabel("time of a step / SGD's, best", fontsize=8)
+    log_axis(panel, "y")
+    panel.set_ylabel("time of a step / SGD's, best (lower is better)", fontsize=8)
     return figure
 
 
@@ -83,7 +84,7 @@ def eana_plot(rows: Rows) -> Figure | None:
     if base is None or not {"lazydp", "eana"} <= measured:
         return None
     figure = _bars(rows, "batch", ["sgd", "lazydp", "eana"], base)
-    figure.axes[0].set_ylabel("time of a step / SGD's at the base setting, best", fontsize=8)
+    figure.axes[0].set_ylabel("time of a step / SGD's at the base setting, best (lower is better)", fontsize=8)
     figure.axes[0].set_title("LazyDP and EANA over batch sizes (figure 14)", fontsize=9)
     return figure
 

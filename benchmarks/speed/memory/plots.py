@@ -12,6 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from benchmarks.speed.memory.measure import PHASES, VARIANTS
+from sparsedp.report.panels import legend_beside
 
 _COLORS = dict(zip(VARIANTS, ("#009e73", "#0072b2", "#e69f00", "0.5"), strict=True))
 
@@ -37,11 +38,14 @@ def peak_plot(result: Mapping[str, Any]) -> Figure | None:
     for number, name in enumerate(names):
         bars = [(at, share_of[name, phase]) for at, phase in enumerate(phases) if (name, phase) in share_of]
         places = [at + (number - (len(names) - 1) / 2) * width for at, _ in bars]
-        panel.bar(places, [100 * share for _, share in bars], width, color=_COLORS[name], label=VARIANTS[name])
+        drawn = panel.bar(places, [100 * share for _, share in bars], width, color=_COLORS[name], label=VARIANTS[name])
+        panel.bar_label(
+            drawn, fmt=lambda share: f"{share:.1f}" if share >= 0.05 else "<0.05", fontsize=6, rotation=90, padding=2
+        )
     panel.axhline(100, color="k", linewidth=0.8, linestyle="--")
     panel.text(0, 97, "a second copy of the table", fontsize=7, va="top")
     panel.set_xticks(range(len(phases)), [PHASES[phase].replace(" ", "\n") for phase in phases], fontsize=7)
-    panel.set_ylabel("at most, beyond the table, % of it", fontsize=8)
+    panel.set_ylabel("at most, beyond the table, % of it (lower is better)", fontsize=8)
     panel.set_title(f"Memory with a table of {result['table_bytes'] / 1e9:.3g} GB", fontsize=9)
-    figure.legend(loc="outside lower center", ncols=len(names), fontsize=7)
+    legend_beside(figure)
     return figure

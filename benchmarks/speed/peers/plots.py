@@ -12,6 +12,7 @@ from typing import Any
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from benchmarks.speed.peers.measure import PEERS
+from sparsedp.report.panels import legend_beside, log_axis
 
 _COLORS = dict(
     zip(
@@ -47,17 +48,17 @@ def rows_plot(result: Mapping[str, Any]) -> Figure | None:
     """Best times; SparseDP's lines are solid, others dashed. A line ends where a step takes too much memory or time."""
     if not result["rows"]:
         return None
-    figure = Figure(figsize=(6.5, 4.8), layout="constrained")
+    figure = Figure(figsize=(7.6, 4.4), layout="constrained")
     panel = figure.subplots()
     for name, peer in PEERS.items():
         points = [(row["rows"], 1e3 * row["best"]) for row in result["rows"] if row["variant"] == name]
         if points:
             style = "-" if peer.title.startswith("SparseDP") else "--"
             panel.plot(*zip(*points), style, marker="o", markersize=4, color=_COLORS[name], label=peer.title)
-    panel.set_xscale("log")
-    panel.set_yscale("log")
+    log_axis(panel, "x", [row["rows"] for row in result["rows"]])
+    log_axis(panel, "y")
     panel.set_xlabel("rows of the table")
-    panel.set_ylabel("time of a step, ms, best", fontsize=8)
+    panel.set_ylabel("time of a step, ms, best (lower is better)", fontsize=8)
     panel.set_title(f"A step of batch {result['problem']['batch']}", fontsize=9)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=7)
+    legend_beside(figure)
     return figure

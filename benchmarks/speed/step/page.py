@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.speed.markdown import images, markdown_table, megabytes, milliseconds, times
+from benchmarks.speed.names import NAMES
 from benchmarks.speed.stages import stages_of
 
-_NAMES = {"dpsgd": "DP-SGD", "adafest": "AdaFEST", "eana": "EANA", "mlp": "MLP", "pctr": "pCTR"}
+MODEL_NAMES = {"mlp": "MLP", "pctr": "pCTR"}
 
 
 def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     rows = result["rows"]
-    names = [f"{_NAMES[row['model']]}, {_NAMES[row['mechanism']]}" for row in rows]
+    names = [f"{MODEL_NAMES[row['model']]}, {NAMES[row['mechanism']]}" for row in rows]
     table = markdown_table(
         ("model, mechanism", "plain", "private", "private / plain", "memory, MB: plain", "private"),
         (

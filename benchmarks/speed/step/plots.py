@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from benchmarks.speed.names import NAMES
 from benchmarks.speed.stageplot import stacked_stages
+from benchmarks.speed.step.page import MODEL_NAMES
 
 
 def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
@@ -16,8 +18,9 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
         mine = [row for row in result["rows"] if row["model"] == model]
         bars = [{"variant": "plain", "best": mine[0]["plain"]["best"], "stages": mine[0]["plain_stages"]}]
         bars += [{"variant": row["mechanism"], "best": row["private"]["best"], "stages": row["stages"]} for row in mine]
-        labels = [str(bar["variant"]) for bar in bars]
-        figure = stacked_stages(bars, "plain", "plain PyTorch", labels, f"Where the time of a step goes: {model}")
+        labels = [NAMES[bar["variant"]] for bar in bars]
+        title = f"Where the time of a step goes: {MODEL_NAMES[model]}"
+        figure = stacked_stages(bars, "plain", "plain PyTorch", labels, title)
         assert figure is not None
         figure.savefig(folder / f"step_{model}.png", dpi=130, bbox_inches="tight")
         written.append(f"step_{model}.png")

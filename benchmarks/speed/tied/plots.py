@@ -15,6 +15,7 @@ from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from benchmarks.speed.stageplot import stacked_stages
 from benchmarks.speed.tied.measure import QUANTITIES, VARIANTS
+from sparsedp.report.panels import legend_beside, log_axis
 
 _COLORS = dict(
     zip(VARIANTS, ("0.35", "0.65", "#56b4e9", "#0072b2", "#cc79a7", "#009e73", "#e69f00", "#d55e00"), strict=True)
@@ -41,20 +42,20 @@ def ratio_plot(rows: Rows, key: str) -> Figure | None:
     mine = [row for row in rows if key in row["varied"]]
     if not mine:
         return None
-    figure = Figure(figsize=(5.5, 4.0), layout="constrained")
+    figure = Figure(figsize=(7.6, 4.0), layout="constrained")
     panel = figure.subplots()
     for name in VARIANTS:
         points = sorted((row["setting"][key], row["ratio_to_plain"]["best"]) for row in mine if row["variant"] == name)
         if points and name != "plain":
             panel.plot(*zip(*points), marker="o", color=_COLORS[name], label=VARIANTS[name])
     panel.axhline(1, color="k", linewidth=0.8)
-    panel.set_yscale("log")
+    log_axis(panel, "y")
     if key != "filled":
-        panel.set_xscale("log")
+        log_axis(panel, "x", [row["setting"][key] for row in mine])
     panel.set_xlabel(_UNITS[key])
-    panel.set_ylabel("time of a step / PyTorch's, best", fontsize=8)
+    panel.set_ylabel("time of a step / PyTorch's, best (lower is better)", fontsize=8)
     panel.set_title(QUANTITIES[key].title, fontsize=9)
-    figure.legend(loc="outside lower center", ncols=3, fontsize=7)
+    legend_beside(figure)
     return figure
 
 
@@ -76,8 +77,8 @@ def batch_plot(memory: Rows, gigabytes: float) -> Figure | None:
         color=[_COLORS[row["variant"]] for row in shown],
     )  # fmt: skip
     panel.bar_label(bars, fontsize=7)
-    panel.set_yscale("log")
+    log_axis(panel, "y")
     panel.tick_params(axis="x", labelsize=7)
-    panel.set_ylabel(f"units that fit into {gigabytes:g} GB", fontsize=8)
+    panel.set_ylabel(f"units that fit into {gigabytes:g} GB (higher is better)", fontsize=8)
     panel.set_title("The largest batch (DPFormer, figure 3)", fontsize=9)
     return figure

@@ -6,14 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.speed.markdown import images, markdown_table, megabytes, milliseconds, number
+from benchmarks.speed.names import NAMES
 
 
 def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     rows = {(row["rows"], row["variant"]): row for row in result["rows"]}
     sizes = list(dict.fromkeys(size for size, _ in rows))
     variants = list(dict.fromkeys(variant for _, variant in rows))
+    names = [NAMES[variant] for variant in variants]
     time = markdown_table(
-        ("rows", *variants, "DP-SGD / AdaFEST"),
+        ("rows", *names, "DP-SGD / AdaFEST"),
         (
             [
                 f"{size:,}", *(milliseconds(rows[size, variant]) for variant in variants),
@@ -33,7 +35,7 @@ def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
         )
         pieces += [
             "Peak memory beyond the table, in MB and as a share of it, each in a process of its own:",
-            markdown_table(("rows", *variants), shares),
+            markdown_table(("rows", *names), shares),
         ]
     pieces += [
         "FEST's memory is its one-off selection, which ranks all rows. Against a plain step of a millisecond, a private one pays "

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from sparsedp.data.tablecolumns import as_number, is_missing, time_of_text
@@ -35,6 +36,7 @@ _TIMES = (
     "eventtime",
     "at",
 )
+_ACTORS: dict[Kind, tuple[str, ...]] = {"user": _USERS, "item": _ITEMS}
 _ZERO_ONE = {"0", "1", "0.0", "1.0", "true", "false"}
 _POSITIVE = (
     "yes",
@@ -52,7 +54,9 @@ _POSITIVE = (
     "ja",
     "oui",
     "si",
+    "sí",
 )
+_YES_OR_NO = [{"yes", "no"}, {"y", "n"}, {"t", "f"}, {"ja", "nein"}, {"oui", "non"}, {"si", "no"}, {"sí", "no"}]
 _FEW, _MANY, _COUNTED = 12, 1000, 20
 _SEPARATORS = ("|", ";", ",", " ")
 
@@ -98,15 +102,19 @@ def read_sample(path: Path) -> Sample:
     return sample
 
 
-def guess_table(sample: Sample, label: str | None = None, *, text: bool = False) -> list[Guess]:
-    """What each column is. `label` names that of the label. With `text`, all that is written in words is text."""
+def guess_table(
+    sample: Sample, label: str | None = None, *, text: bool = False, named: Mapping[Kind, str] = MappingProxyType({})
+) -> list[Guess]:
+    """What each column is. `label` names that of the label, and `named` those of users and times, by "user" and "time".
+
+    With `text`, all that is written in words is text.
+    """
     columns = {name: sample.column(i) for i, name in enumerate(sample.names)}
+    require_columns(columns, named)
     found = {name: _guess_feature(name, values, len(sample.rows), text) for name, values in columns.items()}
-    chosen = _label(columns, label)
+    chosen = _label({name: values for name, values in columns.items() if name not in named.values()}, label)
     found[chosen.name] = chosen
-    for kind in ("user", "time"):  # of several, the first one
-        for other in [guess for guess in found.values() if guess.kind == kind][1:]:
-            found[other.name] = Guess(other.name, "nothing", f"there is another column for {kind} already")
+    _keep_one_of_each(found, named)
     if not any(guess.kind in ("categorical", "numeric", "sequence", "text") for guess in found.values()):
         raise ConfigError(
             f"no column but the label, {chosen.name}, looks like one to learn from: {_listed(list(found.values()))}. Write a "
@@ -115,7 +123,32 @@ def guess_table(sample: Sample, label: str | None = None, *, text: bool = False)
     return list(found.values())
 
 
-def guess_texts(sample: Sample, label: str | None = None) -> list[Guess] | None:
+def require_columns(columns: Mapping[str, Any], named: Mapping[Kind, str]) -> None:
+    """Refuses columns that were named and are not there, and one that was named twice."""
+    for kind, name in named.items():
+        if name not in columns:
+            raise ConfigError(f"--{kind} {name}: the columns are {', '.join(columns)}{suggestion(name, columns)}")
+        twice = [other for other in named if other != kind and named[other] == name]
+        if twice:
+            raise ConfigError(f"--{kind} {name}: the same column as --{twice[0]}")
+
+
+def _keep_one_of_each(found: dict[str, Guess], named: Mapping[Kind, str]) -> None:
+    """Of several columns of users, or of times, the one that was named, or else the first one."""
+    kinds: tuple[Kind, ...] = ("user", "time")
+    for kind in kinds:
+        if kind in named:
+            found[named[kind]] = Guess(named[kind], kind, "you named it")
+        guesses = [guess for guess in found.values() if guess.kind == kind]
+        kept = named.get(kind, guesses[0].name if guesses else None)
+        for other in guesses:
+            if other.name != kept:
+                found[other.name] = Guess(other.name, "nothing", f"there is another column for {kind} already")
+
+
+def guess_texts(
+    sample: Sample, label: str | None = None, named: Mapping[Kind, str] = MappingProxyType({})
+) -> list[Guess] | None:
     """The same for a file with one or two columns in words and a label with a few classes; None if there is more to learn from.
 
     The label's options are its classes: how many, if they are whole numbers from 0, or their names.
@@ -123,14 +156,16 @@ def guess_texts(sample: Sample, label: str | None = None) -> list[Guess] | None:
     columns = {name: sample.column(i) for i, name in enumerate(sample.names)}
     if label is not None and label not in columns:
         raise ConfigError(f"--label {label}: the columns are {', '.join(columns)}{suggestion(label, columns)}")
+    require_columns(columns, named)
     found = {name: _guess_feature(name, values, len(sample.rows), True) for name, values in columns.items()}
-    named = [name for name in columns if _plain(name).removeprefix("gold") in map(_plain, (*_LABELS, *_CLASSES))]
+    _keep_one_of_each(found, named)
+    called = [name for name in columns if _plain(name).removeprefix("gold") in map(_plain, (*_LABELS, *_CLASSES))]
     few = [
         name
         for name, values in columns.items()
         if found[name].kind == "categorical" and len(set(map(str, values))) <= _FEW
     ]
-    chosen = label or next(iter([*named, *few]), None)
+    chosen = label or next((name for name in [*called, *few] if name not in named.values()), None)
     if chosen is None:
         return None
     classes = _classes(columns[chosen])
@@ -141,8 +176,6 @@ def guess_texts(sample: Sample, label: str | None = None) -> list[Guess] | None:
         return None
     many = classes if isinstance(classes, int) else len(classes)
     found[chosen] = Guess(chosen, "label", f"{'you named it; ' if label else ''}{many} classes", {"classes": classes})
-    for other in [guess for guess in others if guess.kind == "user"][1:]:
-        found[other.name] = Guess(other.name, "nothing", "there is another column for user already")
     return list(found.values())
 
 
@@ -156,22 +189,29 @@ def _classes(values: list[Any]) -> int | list[str] | None:
     return sorted(texts)
 
 
-def guess_actions(sample: Sample) -> dict[str, Guess]:
-    """The columns of users, items and times."""
+def guess_actions(sample: Sample, named: Mapping[Kind, str] = MappingProxyType({})) -> dict[str, Guess]:
+    """The columns of users, items and times; `named` has those that need no guess, by what they are."""
     columns = {name: sample.column(i) for i, name in enumerate(sample.names)}
+    require_columns(columns, named)
     found: dict[str, Guess] = {}
-    for kind, names in (("user", _USERS), ("item", _ITEMS)):
-        named = [name for name in columns if _plain(name) in names] or [
-            n for n in columns if _plain(n).startswith(kind)
-        ]
-        if not named:
+    for kind, names in _ACTORS.items():
+        others = [name for name in columns if name not in named.values()]
+        called = [name for name in others if _plain(name) in names] or [n for n in others if _plain(n).startswith(kind)]
+        if kind in named:
+            found[kind] = Guess(named[kind], kind, "you named it")
+        elif called:
+            found[kind] = Guess(called[0], kind, "by its name")
+        else:
+            a_kind = "an item" if kind == "item" else f"a {kind}"
             raise ConfigError(
-                f"no column is called like a {kind} ({', '.join(names[:4])}, ...); the columns are "
-                f"{', '.join(columns)}. Name the columns in the configuration: data.user, data.item, data.time"
+                f"no column is called like {a_kind} ({', '.join(names[:4])}, ...); the columns are {', '.join(columns)}. "
+                f"Name it: --{kind} COLUMN"
             )
-        found[kind] = Guess(named[0], "user" if kind == "user" else "item", "by its name")
-    times = [name for name, values in columns.items() if _is_time(name, values)]
-    if times:
+    taken = {guess.name for guess in found.values()}
+    times = [name for name, values in columns.items() if name not in taken and _is_time(name, values)]
+    if "time" in named:
+        found["time"] = Guess(named["time"], "time", "you named it")
+    elif times:
         found["time"] = Guess(times[0], "time", "its values are dates or seconds, and its name says so")
     return found
 
@@ -186,13 +226,15 @@ def _label(columns: dict[str, list[Any]], wanted: str | None) -> Guess:
         return Guess(wanted, "label", f"you named it; {guess.why}", guess.options)
     named = [name for name in columns if _plain(name) in map(_plain, _LABELS)]
     rated = [name for name in columns if _plain(name) in _RATINGS]
-    binary = [name for name, values in columns.items() if {str(v).lower() for v in values} in _binary_sets()]
+    texts = {name: {str(value).strip().lower() for value in values} for name, values in columns.items()}
+    binary = [name for name in columns if texts[name] in _binary_sets()]
+    binary += [name for name in columns if texts[name] in _YES_OR_NO]
     for name in (*named, *binary, *rated):
         guess = _as_label(name, columns[name])
         if guess is not None:
             return guess
     raise ConfigError(
-        f"no column looks like a label, with 0 and 1 or two words in it; the columns are {', '.join(columns)}. "
+        f"no column looks like a label, with 0 and 1 or yes and no in it; the columns are {', '.join(columns)}. "
         "Name it: --label COLUMN. For what users did in order of time: --sequence"
     )
 

@@ -19,6 +19,7 @@ private/
   checkpoint/      the same of several processes, each with its files
   totals.json      sums over the steps of the checkpoint, and its last evaluation
   result.json      what the closing table shows
+  predictions.json if somebody asked `sparsedp plan --json` for them: rows, time and memory, for the report
   report.html      by `sparsedp report`
 
 The command line's documentation says of each file why it is where it is.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 
@@ -26,8 +27,6 @@ class Curve:
         self._sums: list[_Sum] = []
         self.count = 0
         self.not_finite = 0  # of these
-        self.first: float | None = None
-        self.last: float | None = None
         self.total = 0.0
 
     def add(self, x: float, value: Any) -> None:
@@ -37,8 +36,6 @@ class Curve:
         if number is None:
             self.not_finite += 1
         else:
-            self.first = number if self.first is None else self.first
-            self.last = number
             self.total += number
         if not self._sums or self._sums[-1].count >= self._width:
             if len(self._sums) == self._limit:
@@ -58,6 +55,14 @@ class Curve:
 
     def points(self) -> list[Point]:
         return [part.point() for part in self._sums]
+
+    def ends(self, share: float = 0.2) -> tuple[float, float] | None:
+        """The means of the first and of the last `share` of the values; None without two numbers."""
+        numbers = [point.y for point in self.points() if point.y is not None]
+        if len(numbers) < 2:
+            return None
+        part = max(1, round(share * len(numbers)))
+        return fmean(numbers[:part]), fmean(numbers[-part:])
 
 
 def finite(value: Any) -> float | None:

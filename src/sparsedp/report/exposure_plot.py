@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from sparsedp.audit.secret_sharers import SecretSharer
+from sparsedp.report.panels import legend_beside, log_axis
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 _LINES = ("-", "--", "-.", ":")  # another one when all colours are used
-_MOST_TICKS = 12
 _NO_TRACE = 1.0  # the median exposure of what was not trained on
 
 
@@ -28,23 +28,9 @@ def exposure_plot(results: Mapping[str, SecretSharer]) -> Figure:
                 low, high = [q.low for q in quartiles], [q.high for q in quartiles]
                 panel.fill_between(at, low, high, color=color, alpha=0.12, linewidth=0)
         panel.axhline(_NO_TRACE, color="black", linewidth=0.8, linestyle=":", label="no trace")
-        panel.set_xscale("log")
-        ticks = sorted({entry.repetitions for result in results.values() for entry in result.exposures})
-        shown = _apart(ticks)
-        panel.set_xticks(shown, [str(tick) for tick in shown])
-        panel.set_xticks([], minor=True)
+        log_axis(panel, "x", [entry.repetitions for result in results.values() for entry in result.exposures])
         panel.set_xlabel("repetitions of a canary")
         panel.set_ylabel(f"exposure {title} [bits], lower is better")
         panel.grid(alpha=0.25)
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
+    legend_beside(figure)
     return figure
-
-
-def _apart(ticks: Sequence[int]) -> list[int]:
-    """Those of ascending ticks whose numbers do not lie on one another on a logarithmic axis."""
-    least = (ticks[-1] / ticks[0]) ** (1 / _MOST_TICKS)
-    shown: list[int] = []
-    for tick in ticks:
-        if not shown or tick >= shown[-1] * least:
-            shown.append(tick)
-    return shown

@@ -9,11 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from importlib.resources import files
+from shlex import quote
 from typing import Any
 
 import yaml
 from jinja2 import Environment, StrictUndefined
 
+from sparsedp import concerns
 from sparsedp.errors import one_line
 from sparsedp.plan import PrivacyPlan
 from sparsedp.report import plain_words, who_may_read
@@ -52,6 +54,7 @@ class Section:
     warnings: list[str]
     files: list[dict[str, str]]
     planned: list[Row]
+    command_for_predictions: str | None  # None where there are some
     charts: dict[str, list[Chart]]
     metrics: list[Row]
     metric_columns: list[str]
@@ -106,6 +109,7 @@ def distinct_names(records: Sequence[RunRecord]) -> list[str]:
 def section(record: RunRecord, id: str = "run", predictions: Mapping[str, Any] | None = None) -> Section:
     statement = record.statement
     promise = statement or {}
+    predictions = predictions or record.predictions
     columns, metrics = _metrics(record)
     period_columns, periods = _periods(record)
     charts, audits = _charts(record), _audits(record)  # may find problems, which are warned of
@@ -122,7 +126,8 @@ def section(record: RunRecord, id: str = "run", predictions: Mapping[str, Any] |
         not_covered=[str(text) for text in promise.get("not_covered") or []],
         warnings=_warnings(record),
         files=[_file(name, entry) for name, entry in record.files.items()],
-        planned=_planned(record, predictions or {}),
+        planned=_planned(record, predictions),
+        command_for_predictions=None if predictions or not record.private else _command_for_predictions(record),
         charts=charts,
         metrics=metrics,
         metric_columns=columns,
@@ -265,6 +270,14 @@ def _planned(record: RunRecord, predictions: Mapping[str, Any]) -> list[Row]:
     ]
 
 
+def _command_for_predictions(record: RunRecord) -> str:
+    """What to type so that the folder holds them. Code of the user's own lies beside the configuration that was given."""
+    private = record.path / "private"
+    configuration = record.code.get("configuration") if record.code.get("files") else private / "config.yaml"
+    trusted = "".join(f" --trust {quote(str(package))}" for package in record.code.get("trusted") or [])
+    return f"sparsedp plan {quote(str(configuration))}{trusted} --json > {quote(str(private / 'predictions.json'))}"
+
+
 def _predicted(values: Mapping[str, Any], key: str) -> Any:
     if key in values:
         return finite(values[key])
@@ -392,11 +405,9 @@ def _periods(record: RunRecord) -> tuple[list[str], list[Row]]:
 
 
 def _tables(record: RunRecord) -> list[Row]:
-    shapes = {str(entry[0]): entry[1] for entry in record.plan.get("parameters") or [] if isinstance(entry, list)}
+    shapes = _shapes(record)
     rows: list[Row] = []
-    for name in sorted(
-        record.tables, key=lambda name: (list(shapes).index(name) if name in shapes else len(shapes), name)
-    ):
+    for name in _in_order(record):
         curves = record.tables[name]
         touched, selected, false = (curves[key].mean for key in ("touched", "selected", "false"))
         shape = shapes.get(name)
@@ -409,6 +420,16 @@ def _tables(record: RunRecord) -> list[Row]:
     return rows
 
 
+def _shapes(record: RunRecord) -> dict[str, Any]:
+    return {str(entry[0]): entry[1] for entry in record.plan.get("parameters") or [] if isinstance(entry, list)}
+
+
+def _in_order(record: RunRecord) -> list[str]:
+    """The tables' names as the model has them; then those that it does not have."""
+    places = {name: place for place, name in enumerate(_shapes(record))}
+    return sorted(record.tables, key=lambda name: (places.get(name, len(places)), name))
+
+
 def _count(value: float | None) -> str:
     """A mean number of rows."""
     return "–" if value is None else f"{value:,.1f}" if value < 100 else f"{value:,.0f}"
@@ -418,8 +439,12 @@ def _table_charts(record: RunRecord) -> list[Chart]:
     largest = sorted(record.tables, key=lambda name: -(record.tables[name]["selected"].mean or 0))[:_TABLES_WITH_CURVES]
     labels = {"touched": "touched", "selected": "selected", "false": "selected, not touched"}
     charts = [
-        chart(name, [Series.of(labels[key], curve, i) for i, (key, curve) in enumerate(curves.items())], from_zero=True)
-        for name, curves in record.tables.items()
+        chart(
+            name,
+            [Series.of(labels[key], curve, i) for i, (key, curve) in enumerate(record.tables[name].items())],
+            from_zero=True,
+        )
+        for name in _in_order(record)
         if name in largest
     ]
     return [one for one in charts if one is not None]
@@ -512,8 +537,11 @@ def _warnings(record: RunRecord) -> list[str]:
             f"{loss.not_finite:,} of {loss.count:,} logged losses are not finite numbers: of batches without units, or the "
             "training has diverged."
         )
-    if loss is not None and loss.first and loss.last and loss.last > 10 * abs(loss.first):
-        warnings.append("The training loss is more than ten times what it began with: the training has diverged.")
+    if loss is not None and (ends := loss.ends()) is not None and ends[1] > 10 * abs(ends[0]) > 0:
+        warnings.append(
+            "The mean loss of the last fifth of the logged steps is more than ten times that of the first fifth: the training "
+            "has diverged."
+        )
     clipped = curves.get("clipped_share")
     if clipped is not None and clipped > 0.99:
         warnings.append("Nearly every unit was clipped: max_grad_norm may be too small for the learning rate.")
@@ -522,12 +550,10 @@ def _warnings(record: RunRecord) -> list[str]:
             "Hardly a unit was clipped: with a smaller max_grad_norm there would be less noise for the same epsilon."
         )
     selected, false = curves.get("rows_selected"), curves.get("rows_false")
-    everything = _mapping(record.plan.get("mechanism")).get("name") in ("dpsgd", "lazydp")
-    if selected and false is not None and false > 0.5 * selected and not everything:
-        warnings.append(
-            f"{100 * false / selected:.0f} % of the selected rows were touched by nobody: they got noise alone. A higher "
-            "threshold selects fewer of them."
-        )
+    mechanism = _mapping(record.plan.get("mechanism"))
+    told = any(concerns.WAYS_TO_LESS_NOISE in warning for warning in record.warnings)  # by the run, of its first steps
+    if selected and false is not None and false > concerns.MOSTLY * selected and "threshold" in mechanism and not told:
+        warnings.append(f"In all logged steps: {concerns.mostly_noise(false, selected, str(mechanism.get('name')))}")
     kept = curves.get("kept_mass")
     if kept is not None and kept < 0.1:
         warnings.append(f"The selection kept {100 * kept:.1f} % of the tables' gradient: the tables hardly learn.")

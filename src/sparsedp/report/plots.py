@@ -19,6 +19,7 @@ from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from sparsedp.report.chart import short
 from sparsedp.report.markdown import CONTROL_NAMES, METRIC_NAMES, TABLES_DO_NOT_MATTER, describe_settings
+from sparsedp.report.panels import legend_beside
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _TITLE_WIDTH = 56  # letters above a panel of heat.png
@@ -85,7 +86,7 @@ def front_plot(summary: Mapping[str, Any]) -> Figure | None:
         panel.set_xscale("log")
         panel.set_xlabel("gradient-size reduction (right is better)")
     panels[0].set_ylabel(f"{METRIC_NAMES[summary['metric']]}, test half ({_better(summary)})")
-    _legend(figure, panels)
+    legend_beside(figure)
     return figure
 
 
@@ -157,16 +158,8 @@ def best_plot(summary: Mapping[str, Any]) -> Figure | None:
     # Shared by all panels; with room for the number on the highest bar.
     panels[0].set_ylim(1.0, 2.0 * highest)
     panels[0].set_ylabel("best gradient-size reduction (higher is better)")
-    _legend(figure, panels)
+    legend_beside(figure)
     return figure
-
-
-def _legend(figure: Figure, panels: Sequence[Axes]) -> None:
-    """Beside the panels, with what any of them shows."""
-    entries = {
-        label: handle for panel in panels for handle, label in zip(*panel.get_legend_handles_labels())
-    }  # fmt: skip
-    figure.legend(entries.values(), entries.keys(), loc="outside right upper", fontsize=8, frameon=False)
 
 
 def heat_plot(summary: Mapping[str, Any]) -> Figure | None:

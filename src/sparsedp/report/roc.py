@@ -10,6 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from sparsedp.audit.membership import AttackResult, largest_tpr
+from sparsedp.report.panels import legend_beside
 
 _COLORS = ("#0072b2", "#d55e00")
 
@@ -45,5 +46,5 @@ def write_roc(attacks: Sequence[AttackResult], epsilon: float, delta: float, tit
     )  # fmt: skip
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.25)
-    figure.legend(loc="outside right upper", fontsize=8, frameon=False)
+    legend_beside(figure)
     figure.savefig(path, dpi=130)

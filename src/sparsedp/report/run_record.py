@@ -48,6 +48,9 @@ class RunRecord:
     code: dict[str, Any] = field(default_factory=dict)
     result: dict[str, Any] = field(default_factory=dict)
     totals: dict[str, Any] = field(default_factory=dict)
+    predictions: dict[str, Any] = field(
+        default_factory=dict
+    )  # what `sparsedp plan --json` said, if it lies in the folder
     curves: dict[str, Curve] = field(default_factory=dict)
     tables: dict[str, dict[str, Curve]] = field(default_factory=dict)
     evaluations: list[Evaluation] = field(default_factory=list)
@@ -82,9 +85,9 @@ def read_run(path: Path, public: bool = False, progress: Callable[[int], None] =
 
     `public` reads the part that may leave, and nothing else. `progress` is called with the rows of metrics read so far.
     """
-    exported = (path / "statement.json").is_file() and not (path / "release").is_dir()
+    exported = _is_exported(path)
     release = path if exported else path / "release"
-    if not exported and not (release.is_dir() or (path / "private").is_dir()):
+    if not is_folder_of_run(path):
         hint = ""
         if path.is_dir() and any((folder / "private").is_dir() for folder in path.iterdir() if folder.is_dir()):
             hint = f" It holds folders of runs: name those, as in {path}/*"
@@ -102,11 +105,21 @@ def read_run(path: Path, public: bool = False, progress: Callable[[int], None] =
         record.provenance = reader.mapping(private / "provenance.json")
         record.code = reader.mapping(private / "code.json")
         record.result = reader.mapping(private / "result.json")
+        record.predictions = reader.mapping(private / "predictions.json")
         record.totals = _last_totals(reader.mapping(private / "totals.json"))
         record.audits = {file.name: value for file in _audit_files(path) if (value := reader.json(file)) is not None}
         reader.metrics(private / "metrics.jsonl", progress)
         _add_files(record, private, "private", digests=False)
     return record
+
+
+def is_folder_of_run(path: Path) -> bool:
+    """Whether it is what a run left, or what `sparsedp export` made of it."""
+    return _is_exported(path) or (path / "release").is_dir() or (path / "private").is_dir()
+
+
+def _is_exported(path: Path) -> bool:
+    return (path / "statement.json").is_file() and not (path / "release").is_dir()
 
 
 def _audit_files(path: Path) -> list[Path]:

@@ -28,6 +28,7 @@ FILES: dict[str, tuple[str, str]] = {
     "private/checkpoint.pt": ("what to resume from", "the position in the data, and state that is not settled"),
     "private/totals.json": ("sums over all steps", "computed on private data without noise"),
     "private/result.json": ("the closing table", "computed on private data without noise"),
+    "private/predictions.json": ("what `sparsedp plan --json` predicted", "rows are counted on private data without noise"),
     "private/error.txt": ("why a run failed", "may quote data"),
     "private/report.html": ("the report with private figures", "computed on private data without noise"),
     "private/comparison.html": ("a report on several runs", "computed on private data without noise"),

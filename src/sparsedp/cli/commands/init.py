@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsedp.cli.files import write_text
-from sparsedp.cli.guessing import Guess, Sample, guess_actions, guess_table, guess_texts, read_sample
+from sparsedp.cli.guessing import Guess, Kind, Sample, guess_actions, guess_table, guess_texts, read_sample
 from sparsedp.data.tablefiles import find_sources
 from sparsedp.errors import ConfigError
 
@@ -17,12 +17,14 @@ EPILOG = """examples:
   sparsedp init clicks.csv                   guesses the label and the columns; writes clicks.yaml
   sparsedp init 'days/*.parquet' --label bought
   sparsedp init --sequence ratings.csv       the next item, from what users did in order of time
+  sparsedp init --sequence log.tsv.gz --user Nutzer --item Film --time wann
   sparsedp init --text reviews.tsv           a class, and a text or two
   sparsedp init --own-model                  writes own_model.py and own_model.yaml, to be changed
 
 Only the first rows are looked at. They are private: that is why the configuration says that it was guessed, and the statement of
 a run that uses it says so, too. No value is written into it but what tells labels that mean 1 from others, and names of classes.
 """
+_NAMED: tuple[Kind, ...] = ("user", "item", "time")
 _COUNT_OF_USERS = 20  # with fewer in the first rows, a user is too large a unit for a first run
 
 
@@ -40,6 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--label", metavar="COLUMN", help="the column with the label, if the guess would be another one"
     )
+    parser.add_argument("--user", metavar="COLUMN", help="the same for whose a row is")
+    parser.add_argument("--item", metavar="COLUMN", help="with --sequence: for what users did it with")
+    parser.add_argument("--time", metavar="COLUMN", help="for when it was")
     parser.add_argument("--to", metavar="CONFIG", type=Path, help="the file to write (<name of FILE>.yaml)")
 
 
@@ -50,19 +55,22 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("FILE is missing: a file with rows to train on. For a model of your own: --own-model")
     if args.sequence and args.label is not None:
         raise ConfigError("--label: sequences have none; what is predicted is the next item")
+    if args.item is not None and not args.sequence:
+        raise ConfigError("--item: is for --sequence; elsewhere an item is a column to learn from")
+    named: dict[Kind, str] = {kind: name for kind in _NAMED if (name := getattr(args, kind)) is not None}
     sources = find_sources(args.file)
     path = next((source for source in sources if source.stat().st_size), sources[0])
     target: Path = args.to or Path(f"{_stem(args.file)}.yaml")
     _require_new(target)
     sample = read_sample(path)
     if args.sequence:
-        guesses = list(guess_actions(sample).values())
+        guesses = list(guess_actions(sample, named).values())
         text = _sequence_config(args.file, guesses, sample, path)
-    elif args.text and (texts := guess_texts(sample, args.label)) is not None:
+    elif args.text and (texts := guess_texts(sample, args.label, named)) is not None:
         guesses = texts
         text = _text_config(args.file, guesses, sample)
     else:
-        guesses = guess_table(sample, args.label, text=args.text)
+        guesses = guess_table(sample, args.label, text=args.text, named=named)
         text = _table_config(args.file, guesses, sample)
     print(f"{path.name}: {len(sample.rows)} {'rows' if sample.complete else 'rows, the first ones,'} looked at")
     width = max(len(guess.name) for guess in guesses)
@@ -75,8 +83,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _own_model(args: argparse.Namespace) -> int:
-    if args.file is not None or args.label is not None:
-        raise ConfigError("--own-model looks at no file: leave FILE and --label out")
+    if args.file is not None or any(getattr(args, name) is not None for name in ("label", *_NAMED)):
+        raise ConfigError("--own-model looks at no file: leave FILE, --label, --user, --item and --time out")
     if args.to is not None:
         raise ConfigError("--own-model writes own_model.py and own_model.yaml here: leave --to out")
     bundled = files("sparsedp") / "cli" / "configs"

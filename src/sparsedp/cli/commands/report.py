@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from sparsedp.cli.progress import every_few_seconds, make_reporter
 from sparsedp.errors import ConfigError, one_line
 from sparsedp.report.model_card import model_card
 from sparsedp.report.page import render
-from sparsedp.report.run_record import RunRecord, read_run
+from sparsedp.report.run_record import RunRecord, is_folder_of_run, read_run
 
 EPILOG = """examples:
   sparsedp report runs/mine                        runs/mine/private/report.html: everything, for you
   sparsedp report runs/mine --public               runs/mine/release/report.html: what may leave, for anybody
   sparsedp report runs/a runs/b                    runs/a/private/comparison.html: side by side
-  sparsedp report runs/sweep/*                     the runs of a sweep
+  sparsedp report runs/sweep/*                     the runs of a sweep; what is no run there is left out
   sparsedp report runs/mine --markdown             runs/mine/release/README.md: a model card without private figures
   sparsedp report runs/mine --markdown --private   runs/mine/private/model_card.md: the same with the exact metrics
   sparsedp plan my.yaml --json > plan.json; sparsedp report runs/mine --plan plan.json
@@ -56,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     public = args.public or (args.markdown and not args.private)
     folders: list[Path] = args.run_dirs
+    others = [folder for folder in folders if folder.exists() and not is_folder_of_run(folder)]
+    if 0 < len(others) < len(folders):  # runs/* has the cache of the data, too
+        print(f"sparsedp: left out, for no folder of a run: {', '.join(map(str, others))}", file=sys.stderr)
+        folders = [folder for folder in folders if folder not in others]
     if len(folders) > 1 and (args.markdown or args.plan is not None):
         raise ConfigError(f"{'--markdown' if args.markdown else '--plan'} is about one run; got {len(folders)}")
     if public and args.plan is not None:
