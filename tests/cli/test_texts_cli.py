@@ -104,6 +104,7 @@ def test_the_table_starts_from_the_rows_of_a_file() -> None:
     torch.testing.assert_close(model.table(ids)[0], 0.5 * torch.from_numpy(rows[[5, 7]]).mean(0))
 
 
+@pytest.mark.models
 def test_a_safetensors_file_may_have_several_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file({"rows": torch.ones(len(WORDS), 4), "other": torch.ones(3)}, "rows.safetensors")
@@ -123,7 +124,7 @@ def test_a_safetensors_file_may_have_several_tensors(capsys: pytest.CaptureFixtu
         ({"data": {"text": "text"}}, "lacks the columns text; it has sentence, label"),
         ({"data": {"paths": "no.tsv"}}, "no.tsv: no such file"),
         ({"data": {"paths": "$SPARSEDP_DATA/a.tsv"}}, "no environment variable SPARSEDP_DATA"),
-        ({"data": {"tokenizer": "nowhere", "buckets": None}}, "data.tokenizer"),
+        pytest.param({"data": {"tokenizer": "nowhere", "buckets": None}}, "data.tokenizer", marks=pytest.mark.models),
         ({"data": {"tokenizer": "nowhere"}}, "give one of tokenizer, vocabulary and buckets"),
         ({"data": {"special_tokens": True}}, "name its folder, data.tokenizer"),
         ({"data": {"classes": ["good", "bad"]}}, "is no class; expected good, bad"),
@@ -143,8 +144,6 @@ def test_a_safetensors_file_may_have_several_tensors(capsys: pytest.CaptureFixtu
 def test_what_is_wrong_is_said_in_one_line(
     changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "tokenizer" in changes.get("data", {}):
-        pytest.importorskip("tokenizers")
     error = refused(capsys, configuration(**changes)) if "is no class" not in message else ""
     if not error:  # which rows are wrong stands in lines of their own
         assert main(["train", str(configuration(**changes)), "--quiet"]) == 2

@@ -153,6 +153,7 @@ def test_hashed_words_are_the_same_everywhere() -> None:
     assert one.max() < words.rows == 100 and one[0].min() == 0 < one[0, :3].min()
 
 
+@pytest.mark.models
 def test_a_tokenizer_of_a_folder(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     folder = write_tokenizer(tmp_path / "tokenizer")
@@ -168,6 +169,7 @@ def test_a_tokenizer_of_a_folder(tmp_path: Path) -> None:
     assert TokenizerFolder(folder / "tokenizer.json").rows == tokens.rows
 
 
+@pytest.mark.models
 def test_a_tokenizer_without_padding_has_a_row_more(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     tokens = TokenizerFolder(write_tokenizer(tmp_path / "t", words=["[UNK]", "a", "good"]))
@@ -175,6 +177,7 @@ def test_a_tokenizer_without_padding_has_a_row_more(tmp_path: Path) -> None:
     assert tokens.encode(["good"], 2).tolist() == [[2, 3]]
 
 
+@pytest.mark.models
 def test_tokenizers_and_vocabularies_that_cannot_be_read(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
     with pytest.raises(ConfigError, match="there is no such folder"):

@@ -45,6 +45,7 @@ _LOCAL = {
     "all",
 }  # where the loss of the training data may be logged to; "all" is resolved before
 _LOSSES = ("loss", "train_loss")
+_TRIED = 8  # examples, until one has labels
 
 logger = logging.get_logger(__name__)
 
@@ -58,8 +59,9 @@ class PrivateTrainer(Trainer):
     `per_device_train_batch_size` times `gradient_accumulation_steps` is the expected number of units of a batch, and the first
     of the two the most examples that reach the model together. The arguments' `max_grad_norm` is not used: `privacy` has it.
 
-    The losses of causal, masked and token models and of question answering are a mean over each unit's own tokens, and then
-    over units, instead of one over all valid tokens of a batch, which would let units mix.
+    The losses of causal, masked and token models, of question answering and of classifiers are one per unit, a mean over the
+    unit's own tokens, and then the mean or the sum over units that `privacy` names, instead of a mean over all valid tokens of a
+    batch, which would let units mix. With any other loss, training starts with `check()`.
 
     With `softmax_over_table`, the loss of a causal model is a softmax over the head's table in blocks, and no logits are kept
     (see the function of that name). None: where the vocabulary is large and the model is such that it can be done.
@@ -132,7 +134,9 @@ class PrivateTrainer(Trainer):
                 f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} (ACCELERATE_... in the environment?). "
                 "Private training takes float32, and divides batches by TrainingArguments.gradient_accumulation_steps."
             )
-        if self.compute_loss_func is not None or type(self).compute_loss is not PrivateTrainer.compute_loss:
+        if self._has_loss_of_units():
+            self._refuse_another_loss()
+        else:
             self.check()
         loader, optimizer = self._ordinary_loader(), self.create_optimizer()
         settings = {field.name: getattr(self.privacy, field.name) for field in fields(self.privacy)}
@@ -167,20 +171,63 @@ class PrivateTrainer(Trainer):
         """
         if self._loader is not None:
             raise SparseDPError("check() is for a trainer that has not trained yet: afterwards, the model is private.")
-        loader = self._ordinary_loader()
-        with torch.random.fork_rng(devices=[]):
-            batch = loader.collate_fn([loader.dataset[i] for i in range(min(2 * units, self._units(loader.dataset)))])
+        batch = self._some_of_the_data(range(2 * units))
         was_training = self.model.training
         self.model.train()
         try:
             whole = _Whole(self.model, lambda model, inputs: self.compute_loss(model, dict(inputs)))
-            report = check(
-                whole, lambda loss, _: loss, dict(batch), units=units, loss_reduction=self.privacy.loss_reduction
-            )
+            report = check(whole, lambda loss, _: loss, batch, units=units, loss_reduction=self.privacy.loss_reduction)
         finally:
             self.model.train(was_training)
         self.engine.add_check(report)
         return report
+
+    def _has_loss_of_units(self) -> bool:
+        """Whether the loss of the training data is made of the losses of units, here or by `softmax_over_table`."""
+        own = getattr(self.compute_loss, "__func__", None) is not PrivateTrainer.compute_loss
+        return not own and self._makes_loss_of_units(self._some_of_the_data(range(1)))
+
+    def _makes_loss_of_units(self, inputs: Mapping[str, Any]) -> bool:
+        inner = inner_model(self.model)
+        return (
+            self.compute_loss_func is None and self.label_smoother is None
+            and {*LABELS.get(loss_kind(self.model), (None,))} <= inputs.keys()
+            and getattr(getattr(inner, "config", None), "return_dict", True)
+        )  # fmt: skip
+
+    def _some_of_the_data(self, places: range) -> dict[str, Any]:
+        """The batch of the training examples in these places, as far as there are so many."""
+        loader = self._ordinary_loader()
+        with torch.random.fork_rng(devices=[]):
+            rows = [loader.dataset[i] for i in places if i < len(loader.dataset)]  # type: ignore[arg-type]
+            return dict(self._prepare_inputs(loader.collate_fn(rows)))
+
+    def _refuse_another_loss(self) -> None:
+        """Raises if the model's own loss is another one, which would be left out: compares them for an example alone."""
+        kind, inner = loss_kind(self.model), inner_model(self.model)
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            for place in range(min(_TRIED, len(self.train_dataset))):
+                inputs = self._some_of_the_data(range(place, place + 1))
+                with torch.no_grad():
+                    outputs = self.model(**inputs)
+                    (loss,) = losses_of_units(
+                        kind, outputs, {name: inputs[name] for name in LABELS[kind]}, _problem_of(inner)
+                    )
+                if torch.isfinite(outputs["loss"]):  # it is not for an example without labels
+                    break
+            else:
+                return
+        finally:
+            self.model.train(was_training)
+        if not torch.allclose(outputs["loss"].to(loss.dtype), loss, rtol=1e-5, atol=1e-6):
+            raise UnsupportedError(
+                f"The loss that {type(inner).__name__} returns for labels is not the one that its name says ({kind}), even for "
+                "an example alone: it has labels that are not shifted, a term or a weight of its own. To train with it, subclass "
+                "PrivateTrainer with a compute_loss of your own, or give compute_loss_func: either is checked, and has to keep "
+                "units apart."
+            )
 
     def _units(self, dataset: Any) -> int:
         users = self.privacy.users_of(dataset)
@@ -195,6 +242,8 @@ class PrivateTrainer(Trainer):
             raise UnsupportedError(
                 "train_dataset has no length: units are sampled by their place, so give a map-style data set."
             )
+        if not len(dataset):
+            raise ValueError("PrivateTrainer: train_dataset has no examples.")
         # Columns are those that the model's own forward() takes: the model is not wrapped.
         if datasets is not None and isinstance(dataset, datasets.Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
@@ -287,17 +336,15 @@ class PrivateTrainer(Trainer):
     ) -> Any:
         """In training, a mean over units, each the mean over its own tokens; otherwise Trainer's."""
         kind = loss_kind(self.model)
-        if (
-            not model.training or self.compute_loss_func is not None or is_over_table(self.model)
-            or not set(LABELS.get(kind, ())) & inputs.keys()
-        ):  # fmt: skip
+        if not model.training or is_over_table(self.model) or not self._makes_loss_of_units(inputs):
             return super().compute_loss(model, inputs, return_outputs, None)
         labels = {name: inputs[name] for name in LABELS[kind] if name in inputs}
         rest = {name: value for name, value in inputs.items() if name not in labels}
         if kind == "ForConditionalGeneration" and "decoder_input_ids" not in rest:
             rest["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=labels["labels"])
         outputs = model(**rest)
-        loss = reduced(losses_of_units(kind, outputs, labels), self.privacy.loss_reduction)
+        losses = losses_of_units(kind, outputs, labels, _problem_of(inner_model(self.model)))
+        loss = reduced(losses, self.privacy.loss_reduction)
         return (loss, outputs) if return_outputs else loss
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
@@ -394,11 +441,17 @@ def loss_kind(model: Any) -> str:
     return kind or ""
 
 
+def _problem_of(model: Any) -> str | None:
+    """config.problem_type of transformers' model."""
+    return getattr(getattr(model, "config", None), "problem_type", None)
+
+
 def take_softmax_over_table(model: Any, wanted: bool | None, privacy: PrivacySettings, has_own_loss: bool) -> None:
     """Lets a causal model's loss be a softmax over its table, if that is wanted, or if it is large and can be done."""
     if is_over_table(model):
         if wanted is False:
             raise ValueError("softmax_over_table=False, but softmax_over_table(model) was called on the model.")
+        softmax_over_table(model, privacy.loss_reduction)  # it may have been called for the other one
         return
     causal = loss_kind(model) == "ForCausalLM"
     if wanted and (not causal or has_own_loss):
