@@ -76,7 +76,7 @@ def test_a_bag_of_hashed_words_learns() -> None:
 def test_every_mechanism_takes_it(mechanism: str) -> None:
     settings: Values = {"name": mechanism} | {"adafest": {"threshold": 2.0}, "fest": {"k": 20}}.get(mechanism, {})
     path = configuration(privacy={"mechanism": settings}, optimizer={"name": "SGD", "lr": 1.0}, training={"epochs": 1})
-    assert 0 <= result_of(path)["accuracy"] <= 1
+    assert result_of(path)["accuracy"] > 0.75
 
 
 def test_pairs_are_one_bag_or_two_towers() -> None:
@@ -180,7 +180,7 @@ def test_sst2_trains_where_the_data_are(monkeypatch: pytest.MonkeyPatch, tmp_pat
         write_reviews(tmp_path / "sst2" / f"{name}.tsv.gz", 300)
     changes = ["training.epochs=1", "training.batch_size=30", "training.check=false", "privacy.target_delta=1e-4"]
     result = result_of(Path("sst2"), *(part for change in changes for part in ("--set", change)))
-    assert 0 <= result["accuracy"] <= 1 and result["epsilon"] <= 3
+    assert result["accuracy"] > 0.95 and result["epsilon"] <= 3
 
 
 def test_fest_chooses_by_public_counts() -> None:
@@ -277,7 +277,7 @@ def test_an_encoder_trains_what_it_says(embeddings: str, bert: Path) -> None:
     assert {
         name for name in end if not torch.equal(end[name], start[name])
     } == names  # all that is trained, and nothing else
-    assert result["dense_gradient_size"] == (len(WORDS) * 16 if embeddings == "train" else 0) or embeddings == "lora"
+    assert result["dense_gradient_size"] == (len(WORDS) * 16 if embeddings == "train" else 0)
 
 
 @pytest.mark.models
@@ -316,6 +316,10 @@ def test_padding_changes_nothing(bert: Path) -> None:
         ({"path": "nowhere"}, "there is no such folder"),
         ({"lora": {"targets": ["no_such_map"]}}, "model.lora.targets"),
         ({"embeddings": "lora"}, "model.lora: missing"),
+        (
+            {"embeddings": "lora", "lora": {"rank": 2}, "freeze_tables": True},
+            "model.freeze_tables: embeddings: lora trains an adapter beside the table, which is frozen already",
+        ),
     ],
 )
 def test_encoders_that_cannot_be_made(

@@ -16,7 +16,7 @@ import transformers
 
 import sparsedp
 from sparsedp.errors import UnsupportedError
-from sparsedp.integrations.transformers import PrivateTrainer, softmax_over_table
+from sparsedp.integrations.transformers import _HOOKS, PrivateTrainer, softmax_over_table
 from sparsedp.integrations.unit_losses import IGNORED
 
 pytestmark = pytest.mark.models
@@ -112,6 +112,13 @@ def over_table() -> nn.Module:
     return softmax_over_table(gpt2())
 
 
+def tuned(model: nn.Module, config: str, task: str) -> nn.Module:
+    """Under PEFT, with so many virtual tokens."""
+    peft = pytest.importorskip("peft")
+    more = {"encoder_hidden_size": 4} if config == "PromptEncoderConfig" else {}
+    return peft.get_peft_model(model, getattr(peft, config)(task_type=task, num_virtual_tokens=2, **more))
+
+
 LEFT_OUT = (0, 3)  # the text of a repeated token, and the one that is nothing but padding
 SOURCES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, list[int]], Any]]] = {
     "BERT, classes": (bert, classes),
@@ -125,6 +132,8 @@ SOURCES: dict[str, tuple[Callable[[], nn.Module], Callable[[int, list[int]], Any
     "DeBERTa-v2, regression": (lambda: deberta(num_labels=1), lambda i, ids: i / 2),
     "GPT-2, next tokens": (gpt2, next_tokens),
     "GPT-2, softmax over the table": (over_table, next_tokens),
+    "GPT-2, next tokens after a prefix": (lambda: tuned(gpt2(), "PrefixTuningConfig", "CAUSAL_LM"), next_tokens),
+    "BERT, classes after a prompt": (lambda: tuned(bert(), "PromptTuningConfig", "SEQ_CLS"), classes),
     "BERT, masked tokens": (lambda: bert("ForMaskedLM"), next_tokens),
     "BERT, tokens": (lambda: bert("ForTokenClassification"), lambda i, ids: [IGNORED if t == 0 else t % 2 for t in ids]),
 }  # fmt: skip
@@ -260,3 +269,45 @@ def test_a_loss_that_is_not_what_the_models_name_says_is_refused() -> None:
         with pytest.raises(UnsupportedError, match=f"{type(model).__name__} returns for labels is not the one"):
             trainer(model, rows, 1.0, "mean").train()
         assert torch.equal(before, flat(model))
+
+
+@pytest.mark.parametrize("config", ["PromptTuningConfig", "PromptEncoderConfig"])
+def test_prompts_that_make_texts_of_tokens_longer_are_refused(config: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"PEFT's P\w+ puts tokens before each text"):
+        trainer(tuned(gpt2(), config, "CAUSAL_LM"), labelled(next_tokens), 1.0, "mean").train()
+
+
+@pytest.mark.parametrize("over_table", [False, True])
+def test_a_loss_of_routers_is_refused(over_table: bool) -> None:
+    """Without labels for the model, it would be left out, silently."""
+
+    def mixtral(**more: Any) -> nn.Module:
+        torch.manual_seed(0)
+        return transformers.MixtralForCausalLM(
+            transformers.MixtralConfig(
+                vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+                intermediate_size=8, max_position_embeddings=16, num_local_experts=2, num_experts_per_tok=1, **more,
+            )
+        )  # fmt: skip
+
+    rows = labelled(next_tokens)
+    with pytest.raises(UnsupportedError, match="config.output_router_logits=True adds a loss"):
+        trainer(mixtral(output_router_logits=True), rows, 1.0, "mean", softmax_over_table=over_table).train()
+    trainer(mixtral(), rows, 1.0, "mean", softmax_over_table=over_table).train()
+
+
+@pytest.mark.parametrize("name", ["_prepare_for_training", "_run_epoch", "_clip_grad_norm", "get_batch_samples"])
+def test_a_version_without_what_is_replaced_is_refused_by_its_number(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.delattr(transformers.Trainer, name)
+    with pytest.raises(UnsupportedError, match=f"transformers {transformers.__version__} has no Trainer.{name}"):
+        trainer(bert(), labelled(classes), 1.0, "mean")
+
+
+def test_every_method_of_trainer_that_is_replaced_is_looked_for() -> None:
+    replaced = {
+        name for name in vars(PrivateTrainer) if hasattr(transformers.Trainer, name) and not name.startswith("__")
+    }
+    assert replaced - {"train", "hyperparameter_search", "add_callback", "compute_loss"} <= set(_HOOKS)
+    assert all(hasattr(transformers.Trainer, name) for name in _HOOKS)

@@ -408,6 +408,87 @@ def test_the_exact_loss_is_logged_here_or_not_at_all(tmp_path: Path, log_trainin
         assert epsilons == sorted(epsilons) and epsilons[-1] == round(private.epsilon(), 4)
 
 
+class Reports(transformers.integrations.WandbCallback):
+    """As W&B's, without W&B: keeps what it would send."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+        self.saved = 0
+
+    def setup(self, *arguments: Any, **keywords: Any) -> None:
+        pass
+
+    def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
+        pass
+
+    def on_train_end(self, *arguments: Any, **keywords: Any) -> None:
+        pass
+
+    def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **keywords: Any) -> None:
+        self.logged.append({**logs, **{f"history {name}": 1 for row in state.log_history for name in row}})
+
+    def on_save(self, *arguments: Any, **keywords: Any) -> None:
+        self.saved += 1
+
+
+@pytest.mark.parametrize("how", ["callbacks", "a class", "add_callback", "appended", "while training", "report_to"])
+def test_the_exact_loss_reaches_no_reporter(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = Reports()
+
+    class AddsIt(transformers.TrainerCallback):
+        def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
+            private.add_callback(reporter)
+
+    if how == "report_to":
+        known = transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK
+        monkeypatch.setitem(known, "wandb", lambda: reporter)
+        monkeypatch.setattr(transformers.trainer, "get_reporting_integration_callbacks", lambda names: [reporter])
+    more = {"callbacks": [reporter]} if how == "callbacks" else {"callbacks": [Reports]} if how == "a class" else {}
+    private = made(PrivateTrainer, tmp_path, save_strategy="steps", **more)
+    if how == "add_callback":
+        private.add_callback(reporter)
+    elif how == "appended":
+        private.callback_handler.callbacks.append(reporter)
+    elif how == "while training":
+        private.add_callback(AddsIt())
+    elif how == "a class":
+        (reporter,) = [one for one in private.callback_handler.callbacks if isinstance(one, Reports)]
+    private.train()
+    assert len(reporter.logged) >= 10 and any("epsilon" in row for row in reporter.logged)
+    assert not any(name.endswith("loss") for row in reporter.logged for name in row)
+    assert (tmp_path / "checkpoint-10" / "sparsedp.pt").is_file() and reporter.saved == 0  # it would upload them
+
+
+def test_the_exact_loss_is_not_kept_where_it_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    private = made(PrivateTrainer, tmp_path)
+    private.args.push_to_hub = True
+    monkeypatch.setattr(private, "init_hf_repo", lambda *arguments, **keywords: None)
+    monkeypatch.setattr(private, "_push_from_checkpoint", lambda *arguments, **keywords: None)
+    monkeypatch.setattr(private, "_finish_current_push", lambda *arguments, **keywords: None)
+    private.train()
+    assert private.state.log_history and not any("loss" in name for row in private.state.log_history for name in row)
+
+
+def test_callbacks_of_ones_own_see_the_loss(tmp_path: Path) -> None:
+    seen = []
+
+    class Looks(transformers.TrainerCallback):
+        def on_log(self, *arguments: Any, logs: Any, **keywords: Any) -> None:
+            seen.append(logs)
+
+    made(PrivateTrainer, tmp_path, callbacks=[Looks()]).train()
+    assert sum("loss" in logs for logs in seen) == 10
+
+
+def test_columns_of_dictionaries_are_those_of_the_model(tmp_path: Path) -> None:
+    rows = [{**example, "text": "secret", "number": 3.5} for example in examples()]
+    private = trainer(tmp_path, data=rows, save_strategy="no")
+    private.train()
+    assert private.engine.ledger.steps == 10
+    (batch,) = [batch for _, batch in zip(range(1), private.get_train_dataloader())]
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+
+
 def test_adapters_and_saved_modules_move_and_nothing_else(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(
@@ -538,9 +619,11 @@ class Weighs(PrivateTrainer):
         return (losses * (1 + inputs["labels"])).mean()
 
 
-def made(kind: type[PrivateTrainer], folder: Path, model: nn.Module | None = None, **keywords: Any) -> PrivateTrainer:
+def made(
+    kind: type[PrivateTrainer], folder: Path, model: nn.Module | None = None, save_strategy: str = "no", **keywords: Any
+) -> PrivateTrainer:
     return kind(
-        classifier() if model is None else model, arguments(folder, save_strategy="no"), train_dataset=examples(),
+        classifier() if model is None else model, arguments(folder, save_strategy=save_strategy, save_steps=5), train_dataset=examples(),
         privacy=PrivacySettings(max_grad_norm=1.0), engine=sparsedp.PrivacyEngine(seed=3), noise_multiplier=1.0, **keywords,
     )  # fmt: skip
 

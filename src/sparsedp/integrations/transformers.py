@@ -18,7 +18,7 @@ from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.integrations.table_softmax import LARGE, inner_model, is_over_table, softmax_over_table, table_of
 from sparsedp.integrations.training_arguments import refuse_arguments
-from sparsedp.integrations.unit_losses import LABELS, losses_of_units, reduced
+from sparsedp.integrations.unit_losses import CLASSIFIERS, LABELS, losses_of_units, reduced
 from sparsedp.plan import default_delta
 from sparsedp.sampling import PrivateLoader
 from sparsedp.settings import PrivacySettings
@@ -30,6 +30,9 @@ except ImportError:
     datasets = None
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import __version__ as transformers_version
+    from transformers.integrations import TensorBoardCallback
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
     from transformers.utils import logging
 except ImportError as error:
     raise ImportError(
@@ -39,11 +42,15 @@ except ImportError as error:
 
 _ENGINE_FILE = "sparsedp.pt"  # in a checkpoint's folder: weights, optimizer, scheduler, ledger, position. Private.
 _STATE_FILE = "trainer_state.json"  # which transformers writes last
-_LOCAL = {
-    "tensorboard",
-    "none",
-    "all",
-}  # where the loss of the training data may be logged to; "all" is resolved before
+# Packages whose callbacks send what is logged elsewhere: all that transformers knows, but TensorBoard, and some that it does not.
+_REPORTERS = {"aim", "azureml", "comet_ml", "dagshub", "flytekitplugins", *INTEGRATION_TO_CALLBACK} - {"tensorboard"}
+# What this class replaces in Trainer, and which has no other way in than by these names.
+_HOOKS = (
+    "get_train_dataloader", "get_batch_samples", "training_step", "compute_loss", "floating_point_ops", "log", "create_scheduler",
+    "_prepare_for_training", "_run_epoch", "_clip_grad_norm", "_get_grad_norm", "_load_from_checkpoint", "_prepare_inputs",
+    "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_remove_unused_columns",
+    "_get_collator_with_removed_columns",
+)  # fmt: skip
 _LOSSES = ("loss", "train_loss")
 _TRIED = 8  # examples, until one has labels
 
@@ -88,6 +95,12 @@ class PrivateTrainer(Trainer):
             raise ValueError("Give either target_epsilon or noise_multiplier.")
         if not isinstance(privacy, PrivacySettings):
             raise TypeError(f"privacy must be a sparsedp.PrivacySettings, not {type(privacy).__name__}")
+        missing = [name for name in _HOOKS if not callable(getattr(Trainer, name, None))]
+        if missing:
+            raise UnsupportedError(
+                f"transformers {transformers_version} has no Trainer.{missing[0]}, which PrivateTrainer replaces: the "
+                "training would not be private. Install a version that it is tested with, as constraints.txt names it."
+            )
         given = TrainingArguments("trainer_output") if args is None else args
         refuse_arguments(given)
         # The loop sees logical batches, which are made of physical ones in `training_step`.
@@ -97,17 +110,12 @@ class PrivateTrainer(Trainer):
         args.gradient_accumulation_steps = 1
         args.max_grad_norm = 0.0
         args.ignore_data_skip = True  # the private loader goes on by itself where a checkpoint left off
+        self._log_training_loss = log_training_loss
+        self._told_of: str | None = None  # who would send the loss
         super().__init__(model, args, *positional, **keywords)
         self.privacy, self.engine = privacy, PrivacyEngine() if engine is None else engine
         self.target_epsilon, self.target_delta, self.noise_multiplier = target_epsilon, target_delta, noise_multiplier
-        # The Hub gets a model card with the losses, and the files of TensorBoard.
-        remote = sorted(set(args.report_to) - _LOCAL) + (["the Hub"] if args.push_to_hub else [])
-        self._logs_loss = log_training_loss and not remote
-        if remote and log_training_loss:
-            logger.warning(
-                f"The loss of the training data is not private: it is not logged, as {remote[0]} would send it."
-            )
-        elif log_training_loss:
+        if log_training_loss and self._may_log_loss():
             logger.warning(
                 "The logged loss of the training data is exact, and so not private: it must not leave this machine (nor "
                 f"{_STATE_FILE}, which holds it). log_training_loss=False leaves it out."
@@ -205,6 +213,7 @@ class PrivateTrainer(Trainer):
     def _refuse_another_loss(self) -> None:
         """Raises if the model's own loss is another one, which would be left out: compares them for an example alone."""
         kind, inner = loss_kind(self.model), inner_model(self.model)
+        refuse_terms_and_prompts(self.model, kind)
         was_training = self.model.training
         self.model.eval()
         try:
@@ -364,9 +373,27 @@ class PrivateTrainer(Trainer):
 
     # ------------------------------------------------------------------ what is written
 
+    def add_callback(self, callback: Any) -> None:
+        super().add_callback(callback)
+        self._may_log_loss()
+
+    def _may_log_loss(self) -> bool:
+        """Whether what is logged stays here. Whoever sends it elsewhere is not told of checkpoints, which hold private state."""
+        reporters = [callback for callback in self.callback_handler.callbacks if is_reporter(callback)]
+        for callback in reporters:
+            callback.on_save = _nothing
+        # The Hub gets a model card with the losses, and the files of TensorBoard.
+        remote = [type(callback).__name__ for callback in reporters] + ["the Hub"] * bool(self.args.push_to_hub)
+        if remote and self._log_training_loss and self._told_of != remote[0]:
+            self._told_of = remote[0]
+            logger.warning(
+                f"The loss of the training data is not private: it is not logged, as {remote[0]} would send it."
+            )
+        return self._log_training_loss and not remote
+
     def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
         trained = any(name in logs for name in _LOSSES)
-        if not self._logs_loss:
+        if not self._may_log_loss():
             logs = {name: value for name, value in logs.items() if name not in _LOSSES}
         if trained and self.engine.ledger.steps:
             logs = {**logs, "epsilon": round(self.epsilon(), 4)}
@@ -382,6 +409,7 @@ class PrivateTrainer(Trainer):
         return self.engine.statement()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._may_log_loss()  # callbacks may have been put on their list since
         self.engine.save_checkpoint(
             os.path.join(output_dir, _ENGINE_FILE), extra={"scheduler": self.lr_scheduler.state_dict()}
         )
@@ -429,6 +457,18 @@ class _Epochs(TrainerCallback):
             state.epoch = state.global_step / loader.steps_per_epoch
 
 
+def is_reporter(callback: Any) -> bool:
+    """Whether a callback sends what is logged to some service."""
+    if isinstance(callback, TensorBoardCallback):
+        return False
+    modules = [kind.__module__ for kind in type(callback).__mro__]
+    return any(name.startswith("transformers.integrations") or name.partition(".")[0] in _REPORTERS for name in modules)
+
+
+def _nothing(*arguments: Any, **keywords: Any) -> None:
+    """In place of a reporter's `on_save`, which may upload the checkpoint."""
+
+
 def loss_kind(model: Any) -> str:
     """transformers' name for the loss of a model, which may be under PEFT's."""
     inner = inner_model(model)
@@ -444,6 +484,24 @@ def loss_kind(model: Any) -> str:
 def _problem_of(model: Any) -> str | None:
     """config.problem_type of transformers' model."""
     return getattr(getattr(model, "config", None), "problem_type", None)
+
+
+def refuse_terms_and_prompts(model: Any, kind: str) -> None:
+    """Raises for what adds a term to the loss, or tokens to the text, that losses of units do not know."""
+    config = getattr(inner_model(model), "config", None)
+    for part in (config, getattr(config, "text_config", None)):
+        if getattr(part, "output_router_logits", False):
+            raise UnsupportedError(
+                "config.output_router_logits=True adds a loss of the routers, over all tokens of the batch, so that units mix: "
+                "set it to False, and experts are balanced as they were in pretraining."
+            )
+    prompts = [one.peft_type.value for one in getattr(model, "peft_config", {}).values() if one.is_prompt_learning]
+    longer = sorted({*prompts} - {"PREFIX_TUNING"})  # whose prefixes are keys and values alone
+    if longer and kind not in CLASSIFIERS:
+        raise UnsupportedError(
+            f"PEFT's {longer[0]} puts tokens before each text, which have no labels, and "
+            "PrivateTrainer takes one loss for each token of the text: use adapters beside the weights (LoraConfig)."
+        )
 
 
 def take_softmax_over_table(model: Any, wanted: bool | None, privacy: PrivacySettings, has_own_loss: bool) -> None:
