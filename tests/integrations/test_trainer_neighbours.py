@@ -291,7 +291,7 @@ def test_a_loss_of_routers_is_refused(over_table: bool) -> None:
         )  # fmt: skip
 
     rows = labelled(next_tokens)
-    with pytest.raises(UnsupportedError, match="config.output_router_logits=True adds a loss"):
+    with pytest.raises(UnsupportedError, match=r"config\.output_router_logits=True adds a loss"):
         trainer(mixtral(output_router_logits=True), rows, 1.0, "mean", softmax_over_table=over_table).train()
     trainer(mixtral(), rows, 1.0, "mean", softmax_over_table=over_table).train()
 
