@@ -72,6 +72,48 @@ def test_a_bag_of_hashed_words_learns() -> None:
     assert result["accuracy"] > 0.95 and result["loss"] < 0.6 and result["dense_gradient_size"] == 200 * 8
 
 
+def test_evaluate_and_report_tell_the_accuracy_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    path = configuration(training={"epochs": 1})
+    result = result_of(path)
+    config = load_config(path)
+    data = load_data(config)
+    model = make_model(config, data.training)
+    model.load_state_dict(torch.load("run/release/model.pt", weights_only=True))
+    *texts, labels = torch.utils.data.default_collate([data.held_out[i] for i in range(len(data.held_out))])
+    with torch.no_grad():
+        right = model.eval()(*texts).argmax(1) == labels
+    assert 0.6 < result["accuracy"] < 1 and result["accuracy"] == pytest.approx(float(right.float().mean()))
+    capsys.readouterr()
+    assert main(["evaluate", "run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["accuracy"] == result["accuracy"] and told["loss"] == pytest.approx(result["loss"])
+    assert main(["evaluate", "run"]) == 0
+    assert f"{result['accuracy']:.4f}" in capsys.readouterr().out
+    for options, name in (([], "report.html"), (["--markdown", "--private"], "model_card.md")):
+        assert main(["report", "run", *options]) == 0
+        page = Path("run/private", name).read_text()
+        assert "accuracy" in page and f"{result['accuracy']:.4g}" in page
+    assert main(["report", "run", "--markdown"]) == 0
+    assert "accuracy" not in Path("run/release/README.md").read_text()
+
+
+def test_a_sweep_of_texts_compares_accuracies(capsys: pytest.CaptureFixture[str]) -> None:
+    configuration(training={"epochs": 1})
+    sweep: Values = {
+        "base": "texts.yaml", "metric": "accuracy", "reference": "dpsgd", "losses": [0.05],
+        "variants": {"dpsgd": {}, "adafest": {"set": {"privacy.mechanism": {"name": "adafest", "threshold": 2.0}}}},
+        "controls": {"frozen": None},
+    }  # fmt: skip
+    Path("sweep.yaml").write_text(yaml.safe_dump(sweep))
+    assert main(["sweep", "sweep.yaml", "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    rows = [json.loads(line) for line in Path("runs/sweep/runs.jsonl").read_text().splitlines()]
+    accuracies = {row["group"]: row["test"]["accuracy"] for row in rows}
+    assert accuracies["dpsgd"] > 0.7 and accuracies["adafest"] > 0.7
+    assert json.loads(Path("runs/sweep/front.json").read_text())["metric"] == "accuracy"
+    assert "accuracy" in out and all(f"{accuracies[group]:.4f}" in out for group in ("dpsgd", "adafest"))
+
+
 @pytest.mark.parametrize("mechanism", ["adafest", "fest", "lazydp"])
 def test_every_mechanism_takes_it(mechanism: str) -> None:
     settings: Values = {"name": mechanism} | {"adafest": {"threshold": 2.0}, "fest": {"k": 20}}.get(mechanism, {})

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -311,3 +314,84 @@ def test_every_method_of_trainer_that_is_replaced_is_looked_for() -> None:
     }
     assert replaced - {"train", "hyperparameter_search", "add_callback", "compute_loss"} <= set(_HOOKS)
     assert all(hasattr(transformers.Trainer, name) for name in _HOOKS)
+
+
+# ---------------------------------------------------------------------- whole runs: physical batches, empty batches, awkward texts
+
+
+def poisson(
+    model: nn.Module, rows: Rows, folder: Path, clip: float, **more: Any
+) -> tuple[PrivateTrainer, list[Tensor]]:
+    """A run of some steps without noise over Poisson samples, in physical batches of two; what each step moved the weights by."""
+    given = {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 6, "learning_rate": 1e-3,
+        "optim": "sgd", "lr_scheduler_type": "constant", "save_strategy": "no", "report_to": "none", "use_cpu": True,
+        "disable_tqdm": True, "logging_steps": 1,
+    }  # fmt: skip
+    private = PrivateTrainer(
+        model, transformers.TrainingArguments(str(folder), **{**given, **more}), train_dataset=rows, noise_multiplier=0.0,
+        engine=sparsedp.PrivacyEngine(seed=4), log_training_loss=False,
+        privacy=sparsedp.PrivacySettings(max_grad_norm=clip, loss_reduction="sum"),
+    )  # fmt: skip
+    weights = [flat(private.model)]
+
+    class Looks(transformers.TrainerCallback):
+        def on_step_end(self, *arguments: Any, **keywords: Any) -> None:
+            weights.append(flat(private.model))
+
+    private.add_callback(Looks())
+    private.train()
+    return private, [(before - after) / 1e-3 for before, after in itertools.pairwise(weights)]
+
+
+AWKWARD: dict[str, tuple[Callable[[], nn.Module], Callable[[int, list[int]], Any]]] = {
+    name: SOURCES[name] for name in ("BERT, classes", "GPT-2, next tokens", "GPT-2, softmax over the table", "BERT, masked tokens")
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AWKWARD)
+def test_a_unit_moves_a_step_in_physical_batches_by_the_bound_at_most(tmp_path: Path, name: str) -> None:
+    """The same key: a batch of the neighbour is that of the data without the unit that was left out."""
+    make, labels = AWKWARD[name]
+    rows = labelled(labels, 8)
+    clip = float(clipped_sum(make, rows[:1], 1e3, "sum").norm()) / 2
+    whole, moves = poisson(make().double(), rows, tmp_path / "whole", clip, max_steps=1)
+    assert whole.engine.ledger.steps == len(moves) == 1
+    largest = 0.0
+    for unit in range(len(rows)):
+        # The unit stays in its place, without a label that has a loss: what the sample is does not change.
+        without = [dict(row) for row in rows]
+        nothing = without[unit]["labels"]
+        without[unit]["labels"] = [IGNORED] * len(nothing) if isinstance(nothing, list) else IGNORED
+        _, others = poisson(make().double(), without, tmp_path / f"{unit}", clip, max_steps=1)
+        largest = max(largest, float((moves[0] - others[0]).norm()))
+    assert clip * 0.99 < largest <= clip * (1 + 1e-6)
+
+
+def test_awkward_texts_and_empty_batches_train_and_leave_nothing_but_what_is_said(tmp_path: Path) -> None:
+    rows = labelled(classes, 4)
+    private, moves = poisson(
+        bert().double(), rows, tmp_path, 0.1, per_device_train_batch_size=1, gradient_accumulation_steps=1, max_steps=24,
+        save_strategy="steps", save_steps=24,
+    )  # fmt: skip
+    assert private.engine.ledger.steps == len(moves) == 24
+    sizes = [float(move.norm()) for move in moves]
+    assert min(sizes) == 0 and 0 < max(sizes) <= 4 * 0.1 * (1 + 1e-6)  # an empty batch moves nothing, and counts
+    logged = {name for row in private.state.log_history for name in row}
+    assert logged <= {
+        "epoch", "step", "learning_rate", "epsilon", "train_runtime", "train_samples_per_second", "train_steps_per_second",
+        "total_flos",
+    }  # fmt: skip
+    files = {path.name for path in (tmp_path / "checkpoint-24").iterdir()}
+    assert files == {
+        "config.json",
+        "model.safetensors",
+        "sparsedp.pt",
+        "trainer_state.json",
+        "training_args.bin",
+        "rng_state.pth",
+    }
+    state = json.loads((tmp_path / "checkpoint-24" / "trainer_state.json").read_text())
+    assert {name for row in state["log_history"] for name in row} <= logged and state["total_flos"] == 0
+    weights = transformers.BertForSequenceClassification.from_pretrained(tmp_path / "checkpoint-24").state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in private.model.state_dict().items())
