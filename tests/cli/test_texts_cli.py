@@ -72,11 +72,53 @@ def test_a_bag_of_hashed_words_learns() -> None:
     assert result["accuracy"] > 0.95 and result["loss"] < 0.6 and result["dense_gradient_size"] == 200 * 8
 
 
+def test_evaluate_and_report_tell_the_accuracy_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    path = configuration(training={"epochs": 1})
+    result = result_of(path)
+    config = load_config(path)
+    data = load_data(config)
+    model = make_model(config, data.training)
+    model.load_state_dict(torch.load("run/release/model.pt", weights_only=True))
+    *texts, labels = torch.utils.data.default_collate([data.held_out[i] for i in range(len(data.held_out))])
+    with torch.no_grad():
+        right = model.eval()(*texts).argmax(1) == labels
+    assert 0.6 < result["accuracy"] < 1 and result["accuracy"] == pytest.approx(float(right.float().mean()))
+    capsys.readouterr()
+    assert main(["evaluate", "run", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["accuracy"] == result["accuracy"] and told["loss"] == pytest.approx(result["loss"])
+    assert main(["evaluate", "run"]) == 0
+    assert f"{result['accuracy']:.4f}" in capsys.readouterr().out
+    for options, name in (([], "report.html"), (["--markdown", "--private"], "model_card.md")):
+        assert main(["report", "run", *options]) == 0
+        page = Path("run/private", name).read_text()
+        assert "accuracy" in page and f"{result['accuracy']:.4g}" in page
+    assert main(["report", "run", "--markdown"]) == 0
+    assert "accuracy" not in Path("run/release/README.md").read_text()
+
+
+def test_a_sweep_of_texts_compares_accuracies(capsys: pytest.CaptureFixture[str]) -> None:
+    configuration(training={"epochs": 1})
+    sweep: Values = {
+        "base": "texts.yaml", "metric": "accuracy", "reference": "dpsgd", "losses": [0.05],
+        "variants": {"dpsgd": {}, "adafest": {"set": {"privacy.mechanism": {"name": "adafest", "threshold": 2.0}}}},
+        "controls": {"frozen": None},
+    }  # fmt: skip
+    Path("sweep.yaml").write_text(yaml.safe_dump(sweep))
+    assert main(["sweep", "sweep.yaml", "--jobs", "1"]) == 0
+    out = capsys.readouterr().out
+    rows = [json.loads(line) for line in Path("runs/sweep/runs.jsonl").read_text().splitlines()]
+    accuracies = {row["group"]: row["test"]["accuracy"] for row in rows}
+    assert accuracies["dpsgd"] > 0.7 and accuracies["adafest"] > 0.7
+    assert json.loads(Path("runs/sweep/front.json").read_text())["metric"] == "accuracy"
+    assert "accuracy" in out and all(f"{accuracies[group]:.4f}" in out for group in ("dpsgd", "adafest"))
+
+
 @pytest.mark.parametrize("mechanism", ["adafest", "fest", "lazydp"])
 def test_every_mechanism_takes_it(mechanism: str) -> None:
     settings: Values = {"name": mechanism} | {"adafest": {"threshold": 2.0}, "fest": {"k": 20}}.get(mechanism, {})
     path = configuration(privacy={"mechanism": settings}, optimizer={"name": "SGD", "lr": 1.0}, training={"epochs": 1})
-    assert 0 <= result_of(path)["accuracy"] <= 1
+    assert result_of(path)["accuracy"] > 0.75
 
 
 def test_pairs_are_one_bag_or_two_towers() -> None:
@@ -104,6 +146,7 @@ def test_the_table_starts_from_the_rows_of_a_file() -> None:
     torch.testing.assert_close(model.table(ids)[0], 0.5 * torch.from_numpy(rows[[5, 7]]).mean(0))
 
 
+@pytest.mark.models
 def test_a_safetensors_file_may_have_several_tensors(capsys: pytest.CaptureFixture[str]) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     safetensors.save_file({"rows": torch.ones(len(WORDS), 4), "other": torch.ones(3)}, "rows.safetensors")
@@ -123,7 +166,7 @@ def test_a_safetensors_file_may_have_several_tensors(capsys: pytest.CaptureFixtu
         ({"data": {"text": "text"}}, "lacks the columns text; it has sentence, label"),
         ({"data": {"paths": "no.tsv"}}, "no.tsv: no such file"),
         ({"data": {"paths": "$SPARSEDP_DATA/a.tsv"}}, "no environment variable SPARSEDP_DATA"),
-        ({"data": {"tokenizer": "nowhere", "buckets": None}}, "data.tokenizer"),
+        pytest.param({"data": {"tokenizer": "nowhere", "buckets": None}}, "data.tokenizer", marks=pytest.mark.models),
         ({"data": {"tokenizer": "nowhere"}}, "give one of tokenizer, vocabulary and buckets"),
         ({"data": {"special_tokens": True}}, "name its folder, data.tokenizer"),
         ({"data": {"classes": ["good", "bad"]}}, "is no class; expected good, bad"),
@@ -143,8 +186,6 @@ def test_a_safetensors_file_may_have_several_tensors(capsys: pytest.CaptureFixtu
 def test_what_is_wrong_is_said_in_one_line(
     changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    if "tokenizer" in changes.get("data", {}):
-        pytest.importorskip("tokenizers")
     error = refused(capsys, configuration(**changes)) if "is no class" not in message else ""
     if not error:  # which rows are wrong stands in lines of their own
         assert main(["train", str(configuration(**changes)), "--quiet"]) == 2
@@ -181,7 +222,7 @@ def test_sst2_trains_where_the_data_are(monkeypatch: pytest.MonkeyPatch, tmp_pat
         write_reviews(tmp_path / "sst2" / f"{name}.tsv.gz", 300)
     changes = ["training.epochs=1", "training.batch_size=30", "training.check=false", "privacy.target_delta=1e-4"]
     result = result_of(Path("sst2"), *(part for change in changes for part in ("--set", change)))
-    assert 0 <= result["accuracy"] <= 1 and result["epsilon"] <= 3
+    assert result["accuracy"] > 0.95 and result["epsilon"] <= 3
 
 
 def test_fest_chooses_by_public_counts() -> None:
@@ -278,7 +319,7 @@ def test_an_encoder_trains_what_it_says(embeddings: str, bert: Path) -> None:
     assert {
         name for name in end if not torch.equal(end[name], start[name])
     } == names  # all that is trained, and nothing else
-    assert result["dense_gradient_size"] == (len(WORDS) * 16 if embeddings == "train" else 0) or embeddings == "lora"
+    assert result["dense_gradient_size"] == (len(WORDS) * 16 if embeddings == "train" else 0)
 
 
 @pytest.mark.models
@@ -317,6 +358,10 @@ def test_padding_changes_nothing(bert: Path) -> None:
         ({"path": "nowhere"}, "there is no such folder"),
         ({"lora": {"targets": ["no_such_map"]}}, "model.lora.targets"),
         ({"embeddings": "lora"}, "model.lora: missing"),
+        (
+            {"embeddings": "lora", "lora": {"rank": 2}, "freeze_tables": True},
+            "model.freeze_tables: embeddings: lora trains an adapter beside the table, which is frozen already",
+        ),
     ],
 )
 def test_encoders_that_cannot_be_made(

@@ -286,7 +286,7 @@ MECHANISMS: dict[str, sparsedp.Mechanism] = {
 
 @pytest.mark.filterwarnings("ignore:Table .* is used whole:sparsedp.SparseDPWarning")
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-@pytest.mark.parametrize("make", [gpt2, own_input_table])
+@pytest.mark.parametrize("make", [gpt2, own_input_table, llama, gemma3])
 def test_a_run_is_that_of_ordinary_logits(tmp_path: Path, make: Callable[[], nn.Module], mechanism: str) -> None:
     runs = []
     for over_table in (False, True):

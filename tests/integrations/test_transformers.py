@@ -25,7 +25,7 @@ from sparsedp.errors import CheckpointError, UnsupportedError
 from sparsedp.integrations.training_arguments import DECIDED, fields_of
 from sparsedp.integrations.training_arguments import REFUSED as REASONS
 from sparsedp.integrations.transformers import PrivateTrainer, loss_kind, refuse_arguments
-from sparsedp.integrations.unit_losses import IGNORED, LABELS, losses_of_units
+from sparsedp.integrations.unit_losses import CLASSIFIERS, IGNORED, LABELS, losses_of_units
 from sparsedp.settings import PrivacySettings
 
 pytestmark = pytest.mark.models
@@ -263,6 +263,7 @@ def model_of(kind: str) -> nn.Module:
     torch.manual_seed(0)
     positions = {"max_position_embeddings": 16}
     makers = {
+        "ForSequenceClassification": classifier,
         "ForCausalLM": lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=VOCABULARY, n_embd=8, n_layer=1, n_head=2, n_positions=16)),
         "ForMaskedLM": lambda: transformers.BertForMaskedLM(transformers.BertConfig(**SMALL, **positions)),
         "ForTokenClassification": lambda: transformers.BertForTokenClassification(transformers.BertConfig(**SMALL, **positions)),
@@ -270,6 +271,9 @@ def model_of(kind: str) -> nn.Module:
         "ForConditionalGeneration": lambda: transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCABULARY, d_model=8, d_kv=4, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)),
     }  # fmt: skip
     return makers[kind]()
+
+
+KINDS = [kind for kind in LABELS if kind not in CLASSIFIERS[1:]]  # without images, films and sounds
 
 
 def labelled(kind: str, size: int = SIZE) -> list[dict[str, Any]]:
@@ -280,6 +284,9 @@ def labelled(kind: str, size: int = SIZE) -> list[dict[str, Any]]:
         if kind == "ForQuestionAnswering":
             row["start_positions"], row["end_positions"] = i % LENGTH, 99 if i % 3 == 0 else (i + 1) % LENGTH
             continue
+        if kind == "ForSequenceClassification":
+            row["labels"] = i % 2
+            continue
         count = 2 if kind == "ForTokenClassification" else VOCABULARY
         labels = torch.randint(count, (LENGTH,), generator=draw)
         labels[: LENGTH - 1 - i % (LENGTH - 1)] = IGNORED
@@ -287,7 +294,7 @@ def labelled(kind: str, size: int = SIZE) -> list[dict[str, Any]]:
     return rows
 
 
-@pytest.mark.parametrize("kind", LABELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_of_a_unit_is_the_models_own_of_the_unit_alone(kind: str) -> None:
     model = model_of(kind).eval()
     assert loss_kind(model) == kind
@@ -305,7 +312,7 @@ def test_the_loss_of_a_unit_is_the_models_own_of_the_unit_alone(kind: str) -> No
         torch.testing.assert_close(losses[unit], own)
 
 
-@pytest.mark.parametrize("kind", LABELS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_token_models_train(tmp_path: Path, kind: str) -> None:
     private = trainer(tmp_path, model_of(kind), labelled(kind), max_steps=2, save_strategy="no")
     private.train()
@@ -401,6 +408,87 @@ def test_the_exact_loss_is_logged_here_or_not_at_all(tmp_path: Path, log_trainin
     if log_training_loss:
         epsilons = [row["epsilon"] for row in steps]
         assert epsilons == sorted(epsilons) and epsilons[-1] == round(private.epsilon(), 4)
+
+
+class Reports(transformers.integrations.WandbCallback):
+    """As W&B's, without W&B: keeps what it would send."""
+
+    def __init__(self) -> None:
+        self.logged: list[dict[str, float]] = []
+        self.saved = 0
+
+    def setup(self, *arguments: Any, **keywords: Any) -> None:
+        pass
+
+    def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
+        pass
+
+    def on_train_end(self, *arguments: Any, **keywords: Any) -> None:
+        pass
+
+    def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **keywords: Any) -> None:
+        self.logged.append({**logs, **{f"history {name}": 1 for row in state.log_history for name in row}})
+
+    def on_save(self, *arguments: Any, **keywords: Any) -> None:
+        self.saved += 1
+
+
+@pytest.mark.parametrize("how", ["callbacks", "a class", "add_callback", "appended", "while training", "report_to"])
+def test_the_exact_loss_reaches_no_reporter(tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reporter = Reports()
+
+    class AddsIt(transformers.TrainerCallback):
+        def on_train_begin(self, *arguments: Any, **keywords: Any) -> None:
+            private.add_callback(reporter)
+
+    if how == "report_to":
+        known = transformers.integrations.integration_utils.INTEGRATION_TO_CALLBACK
+        monkeypatch.setitem(known, "wandb", lambda: reporter)
+        monkeypatch.setattr(transformers.trainer, "get_reporting_integration_callbacks", lambda names: [reporter])
+    more = {"callbacks": [reporter]} if how == "callbacks" else {"callbacks": [Reports]} if how == "a class" else {}
+    private = made(PrivateTrainer, tmp_path, save_strategy="steps", **more)
+    if how == "add_callback":
+        private.add_callback(reporter)
+    elif how == "appended":
+        private.callback_handler.callbacks.append(reporter)
+    elif how == "while training":
+        private.add_callback(AddsIt())
+    elif how == "a class":
+        (reporter,) = [one for one in private.callback_handler.callbacks if isinstance(one, Reports)]
+    private.train()
+    assert len(reporter.logged) >= 10 and any("epsilon" in row for row in reporter.logged)
+    assert not any(name.endswith("loss") for row in reporter.logged for name in row)
+    assert (tmp_path / "checkpoint-10" / "sparsedp.pt").is_file() and reporter.saved == 0  # it would upload them
+
+
+def test_the_exact_loss_is_not_kept_where_it_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    private = made(PrivateTrainer, tmp_path)
+    private.args.push_to_hub = True
+    monkeypatch.setattr(private, "init_hf_repo", lambda *arguments, **keywords: None)
+    monkeypatch.setattr(private, "_push_from_checkpoint", lambda *arguments, **keywords: None)
+    monkeypatch.setattr(private, "_finish_current_push", lambda *arguments, **keywords: None)
+    private.train()
+    assert private.state.log_history and not any("loss" in name for row in private.state.log_history for name in row)
+
+
+def test_callbacks_of_ones_own_see_the_loss(tmp_path: Path) -> None:
+    seen = []
+
+    class Looks(transformers.TrainerCallback):
+        def on_log(self, *arguments: Any, logs: Any, **keywords: Any) -> None:
+            seen.append(logs)
+
+    made(PrivateTrainer, tmp_path, callbacks=[Looks()]).train()
+    assert sum("loss" in logs for logs in seen) == 10
+
+
+def test_columns_of_dictionaries_are_those_of_the_model(tmp_path: Path) -> None:
+    rows = [{**example, "text": "secret", "number": 3.5} for example in examples()]
+    private = trainer(tmp_path, data=rows, save_strategy="no")
+    private.train()
+    assert private.engine.ledger.steps == 10
+    (batch,) = [batch for _, batch in zip(range(1), private.get_train_dataloader())]
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
 
 
 def test_adapters_and_saved_modules_move_and_nothing_else(tmp_path: Path) -> None:
@@ -533,9 +621,11 @@ class Weighs(PrivateTrainer):
         return (losses * (1 + inputs["labels"])).mean()
 
 
-def made(kind: type[PrivateTrainer], folder: Path, model: nn.Module | None = None, **keywords: Any) -> PrivateTrainer:
+def made(
+    kind: type[PrivateTrainer], folder: Path, model: nn.Module | None = None, save_strategy: str = "no", **keywords: Any
+) -> PrivateTrainer:
     return kind(
-        classifier() if model is None else model, arguments(folder, save_strategy="no"), train_dataset=examples(),
+        classifier() if model is None else model, arguments(folder, save_strategy=save_strategy, save_steps=5), train_dataset=examples(),
         privacy=PrivacySettings(max_grad_norm=1.0), engine=sparsedp.PrivacyEngine(seed=3), noise_multiplier=1.0, **keywords,
     )  # fmt: skip
 

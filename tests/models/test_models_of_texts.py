@@ -12,6 +12,7 @@ from torch import Tensor
 
 from neighbours import largest_influence
 from sparsedp.clipping import Clipping
+from sparsedp.errors import ConfigError
 from sparsedp.models import Lora, TextBag, read_encoder
 from support import assert_exact
 from words import WORDS
@@ -111,3 +112,52 @@ def test_encoders_are_captured_exactly(kind: str, embeddings: Any, adapters: boo
     ids[0, 3:], ids[1, 1:], ids[2] = 0, 0, 5
     found = assert_exact(model, ids, torch.zeros_like(ids), loss=one_class, tolerance=1e-7)
     assert any("word_embeddings" in name for name in found.uses) == (embeddings != "freeze")
+
+
+# Families and what their folder is of: the tasks need layers that no folder has.
+FOLDERS = {
+    "Bert": "BertModel", "BertWithoutPooler": "BertForMaskedLM", "DistilBert": "DistilBertModel", "Electra": "ElectraModel",
+    "MPNet": "MPNetModel", "DebertaV2": "DebertaV2Model", "ModernBert": "ModernBertModel", "Bart": "BartModel",
+    "T5": "T5ForConditionalGeneration", "GPT2": "GPT2Model",
+}  # fmt: skip
+TARGETS = {"DistilBert": ("q_lin", "v_lin"), "MPNet": ("q", "v"), "ModernBert": ("Wqkv",)}
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("family", FOLDERS)
+def test_layers_that_the_folder_has_no_weights_for_are_trained(family: str, tmp_path: Path) -> None:
+    """What differs from one reading to the next is random: it must not stay so."""
+    from model_matrix import hf
+
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    name = family.removesuffix("WithoutPooler")
+    config = getattr(transformers, f"{name}Config")(**hf.FAMILIES_BY_NAME[name])
+    getattr(transformers, FOLDERS[family])(config).save_pretrained(tmp_path)
+
+    def read() -> torch.nn.Module:
+        lora = Lora(2, targets=TARGETS.get(family, ()))
+        return read_encoder(tmp_path, classes=CLASSES, rows=len(WORDS), padding=0, lora=lora, embeddings="freeze")
+
+    one, other = dict(read().named_parameters()), dict(read().named_parameters())
+    random = {key for key, value in one.items() if not torch.equal(value, other[key]) and "original_module" not in key}
+    heads = {key for key in random if "lora_" not in key}
+    assert heads and all(one[key].requires_grad for key in random)
+    trained = {key for key, value in one.items() if value.requires_grad and "lora_" not in key}
+    assert all("modules_to_save" in key for key in trained)  # and nothing else but adapters
+
+
+@pytest.mark.models
+def test_a_folder_without_word_embeddings_is_refused(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    safetensors = pytest.importorskip("safetensors.torch")
+    from model_matrix import hf
+
+    transformers.BertModel(transformers.BertConfig(**hf.BERT)).save_pretrained(tmp_path)
+    weights = safetensors.load_file(tmp_path / "model.safetensors")
+    safetensors.save_file(
+        {name: value for name, value in weights.items() if "word_embeddings" not in name},
+        tmp_path / "model.safetensors", metadata={"format": "pt"},
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="no weights of the word embeddings"):
+        read_encoder(tmp_path, classes=CLASSES, rows=len(WORDS), padding=0)

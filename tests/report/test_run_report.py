@@ -368,6 +368,9 @@ def test_a_model_card_stays_a_model_card(tmp_path: Path) -> None:
             assert len(re.findall(r"(?<!\\)\|", row)) == columns, row
 
 
+RESULTS = [step_row(10), evaluation(10, auc=0.75, log_loss=0.5, planted_auc=0.8, **{"ndcg@10": 0.25})]
+
+
 BUNDLED_CONFIGS = sorted((Path(__file__).parents[2] / "src/sparsedp/cli/configs").glob("*.yaml"))
 
 
@@ -394,14 +397,18 @@ def test_the_header_of_a_model_card_has_the_fields_of_the_hub(tmp_path: Path, co
 
 
 def test_a_model_card_is_what_the_hub_reads(tmp_path: Path) -> None:
-    rows = [step_row(10), evaluation(10, auc=0.75, log_loss=0.5, planted_auc=0.8, **{"ndcg@10": 0.25})]
-    path = make_run(tmp_path / "run", rows)
+    path = make_run(tmp_path / "run", RESULTS)
     private = yaml.safe_load(model_card(read_run(path)).split("---\n")[1])
     results = private["model-index"][0]["results"][0]["metrics"]
     assert {one["type"]: one["value"] for one in results} == {"auc": 0.75, "log_loss": 0.5, "ndcg@10": 0.25}
     public = yaml.safe_load(model_card(read_run(path, public=True)).split("---\n")[1])
     assert public == {"library_name": "pytorch", "tags": ["differential-privacy", "sparsedp", "dp-sgd"]}
+
+
+@pytest.mark.models
+def test_the_hub_reads_the_results_of_a_model_card(tmp_path: Path) -> None:
     hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    path = make_run(tmp_path / "run", RESULTS)
     data = hub.ModelCard(model_card(read_run(path))).data
     assert [(r.metric_type, r.metric_value) for r in data.eval_results] == [
         ("auc", 0.75),

@@ -428,6 +428,7 @@ def test_waiting_threads_of_openmp_are_told_to_sleep(environment: dict[str, str]
     assert int(done.stdout) == (1 if held and cores > 1 else 0)
 
 
+@pytest.mark.models
 def test_hugging_face_data_sets() -> None:
     hugging_face = pytest.importorskip("datasets")
     columns = {

@@ -18,7 +18,7 @@ from sparsedp.engine import PrivacyEngine
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.integrations.table_softmax import LARGE, inner_model, is_over_table, softmax_over_table, table_of
 from sparsedp.integrations.training_arguments import refuse_arguments
-from sparsedp.integrations.unit_losses import LABELS, losses_of_units, reduced
+from sparsedp.integrations.unit_losses import CLASSIFIERS, LABELS, losses_of_units, reduced
 from sparsedp.plan import default_delta
 from sparsedp.sampling import PrivateLoader
 from sparsedp.settings import PrivacySettings
@@ -30,6 +30,9 @@ except ImportError:
     datasets = None
 try:
     from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers import __version__ as transformers_version
+    from transformers.integrations import TensorBoardCallback
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
     from transformers.utils import logging
 except ImportError as error:
     raise ImportError(
@@ -39,12 +42,17 @@ except ImportError as error:
 
 _ENGINE_FILE = "sparsedp.pt"  # in a checkpoint's folder: weights, optimizer, scheduler, ledger, position. Private.
 _STATE_FILE = "trainer_state.json"  # which transformers writes last
-_LOCAL = {
-    "tensorboard",
-    "none",
-    "all",
-}  # where the loss of the training data may be logged to; "all" is resolved before
+# Packages whose callbacks send what is logged elsewhere: all that transformers knows, but TensorBoard, and some that it does not.
+_REPORTERS = {"aim", "azureml", "comet_ml", "dagshub", "flytekitplugins", *INTEGRATION_TO_CALLBACK} - {"tensorboard"}
+# What this class replaces in Trainer, and which has no other way in than by these names.
+_HOOKS = (
+    "get_train_dataloader", "get_batch_samples", "training_step", "compute_loss", "floating_point_ops", "log", "create_scheduler",
+    "_prepare_for_training", "_run_epoch", "_clip_grad_norm", "_get_grad_norm", "_load_from_checkpoint", "_prepare_inputs",
+    "_save_optimizer_and_scheduler", "_load_optimizer_and_scheduler", "_remove_unused_columns",
+    "_get_collator_with_removed_columns",
+)  # fmt: skip
 _LOSSES = ("loss", "train_loss")
+_TRIED = 8  # examples, until one has labels
 
 logger = logging.get_logger(__name__)
 
@@ -58,8 +66,9 @@ class PrivateTrainer(Trainer):
     `per_device_train_batch_size` times `gradient_accumulation_steps` is the expected number of units of a batch, and the first
     of the two the most examples that reach the model together. The arguments' `max_grad_norm` is not used: `privacy` has it.
 
-    The losses of causal, masked and token models and of question answering are a mean over each unit's own tokens, and then
-    over units, instead of one over all valid tokens of a batch, which would let units mix.
+    The losses of causal, masked and token models, of question answering and of classifiers are one per unit, a mean over the
+    unit's own tokens, and then the mean or the sum over units that `privacy` names, instead of a mean over all valid tokens of a
+    batch, which would let units mix. With any other loss, training starts with `check()`.
 
     With `softmax_over_table`, the loss of a causal model is a softmax over the head's table in blocks, and no logits are kept
     (see the function of that name). None: where the vocabulary is large and the model is such that it can be done.
@@ -86,6 +95,12 @@ class PrivateTrainer(Trainer):
             raise ValueError("Give either target_epsilon or noise_multiplier.")
         if not isinstance(privacy, PrivacySettings):
             raise TypeError(f"privacy must be a sparsedp.PrivacySettings, not {type(privacy).__name__}")
+        missing = [name for name in _HOOKS if not callable(getattr(Trainer, name, None))]
+        if missing:
+            raise UnsupportedError(
+                f"transformers {transformers_version} has no Trainer.{missing[0]}, which PrivateTrainer replaces: the "
+                "training would not be private. Install a version that it is tested with, as constraints.txt names it."
+            )
         given = TrainingArguments("trainer_output") if args is None else args
         refuse_arguments(given)
         # The loop sees logical batches, which are made of physical ones in `training_step`.
@@ -95,17 +110,12 @@ class PrivateTrainer(Trainer):
         args.gradient_accumulation_steps = 1
         args.max_grad_norm = 0.0
         args.ignore_data_skip = True  # the private loader goes on by itself where a checkpoint left off
+        self._log_training_loss = log_training_loss
+        self._told_of: str | None = None  # who would send the loss
         super().__init__(model, args, *positional, **keywords)
         self.privacy, self.engine = privacy, PrivacyEngine() if engine is None else engine
         self.target_epsilon, self.target_delta, self.noise_multiplier = target_epsilon, target_delta, noise_multiplier
-        # The Hub gets a model card with the losses, and the files of TensorBoard.
-        remote = sorted(set(args.report_to) - _LOCAL) + (["the Hub"] if args.push_to_hub else [])
-        self._logs_loss = log_training_loss and not remote
-        if remote and log_training_loss:
-            logger.warning(
-                f"The loss of the training data is not private: it is not logged, as {remote[0]} would send it."
-            )
-        elif log_training_loss:
+        if log_training_loss and self._may_log_loss():
             logger.warning(
                 "The logged loss of the training data is exact, and so not private: it must not leave this machine (nor "
                 f"{_STATE_FILE}, which holds it). log_training_loss=False leaves it out."
@@ -132,7 +142,9 @@ class PrivateTrainer(Trainer):
                 f"gradient_accumulation_steps={accelerator.gradient_accumulation_steps} (ACCELERATE_... in the environment?). "
                 "Private training takes float32, and divides batches by TrainingArguments.gradient_accumulation_steps."
             )
-        if self.compute_loss_func is not None or type(self).compute_loss is not PrivateTrainer.compute_loss:
+        if self._has_loss_of_units():
+            self._refuse_another_loss()
+        else:
             self.check()
         loader, optimizer = self._ordinary_loader(), self.create_optimizer()
         settings = {field.name: getattr(self.privacy, field.name) for field in fields(self.privacy)}
@@ -167,20 +179,64 @@ class PrivateTrainer(Trainer):
         """
         if self._loader is not None:
             raise SparseDPError("check() is for a trainer that has not trained yet: afterwards, the model is private.")
-        loader = self._ordinary_loader()
-        with torch.random.fork_rng(devices=[]):
-            batch = loader.collate_fn([loader.dataset[i] for i in range(min(2 * units, self._units(loader.dataset)))])
+        batch = self._some_of_the_data(range(2 * units))
         was_training = self.model.training
         self.model.train()
         try:
             whole = _Whole(self.model, lambda model, inputs: self.compute_loss(model, dict(inputs)))
-            report = check(
-                whole, lambda loss, _: loss, dict(batch), units=units, loss_reduction=self.privacy.loss_reduction
-            )
+            report = check(whole, lambda loss, _: loss, batch, units=units, loss_reduction=self.privacy.loss_reduction)
         finally:
             self.model.train(was_training)
         self.engine.add_check(report)
         return report
+
+    def _has_loss_of_units(self) -> bool:
+        """Whether the loss of the training data is made of the losses of units, here or by `softmax_over_table`."""
+        own = getattr(self.compute_loss, "__func__", None) is not PrivateTrainer.compute_loss
+        return not own and self._makes_loss_of_units(self._some_of_the_data(range(1)))
+
+    def _makes_loss_of_units(self, inputs: Mapping[str, Any]) -> bool:
+        inner = inner_model(self.model)
+        return (
+            self.compute_loss_func is None and self.label_smoother is None
+            and {*LABELS.get(loss_kind(self.model), (None,))} <= inputs.keys()
+            and getattr(getattr(inner, "config", None), "return_dict", True)
+        )  # fmt: skip
+
+    def _some_of_the_data(self, places: range) -> dict[str, Any]:
+        """The batch of the training examples in these places, as far as there are so many."""
+        loader = self._ordinary_loader()
+        with torch.random.fork_rng(devices=[]):
+            rows = [loader.dataset[i] for i in places if i < len(loader.dataset)]  # type: ignore[arg-type]
+            return dict(self._prepare_inputs(loader.collate_fn(rows)))
+
+    def _refuse_another_loss(self) -> None:
+        """Raises if the model's own loss is another one, which would be left out: compares them for an example alone."""
+        kind, inner = loss_kind(self.model), inner_model(self.model)
+        refuse_terms_and_prompts(self.model, kind)
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            for place in range(min(_TRIED, len(self.train_dataset))):
+                inputs = self._some_of_the_data(range(place, place + 1))
+                with torch.no_grad():
+                    outputs = self.model(**inputs)
+                    (loss,) = losses_of_units(
+                        kind, outputs, {name: inputs[name] for name in LABELS[kind]}, _problem_of(inner)
+                    )
+                if torch.isfinite(outputs["loss"]):  # it is not for an example without labels
+                    break
+            else:
+                return
+        finally:
+            self.model.train(was_training)
+        if not torch.allclose(outputs["loss"].to(loss.dtype), loss, rtol=1e-5, atol=1e-6):
+            raise UnsupportedError(
+                f"The loss that {type(inner).__name__} returns for labels is not the one that its name says ({kind}), even for "
+                "an example alone: it has labels that are not shifted, a term or a weight of its own. To train with it, subclass "
+                "PrivateTrainer with a compute_loss of your own, or give compute_loss_func: either is checked, and has to keep "
+                "units apart."
+            )
 
     def _units(self, dataset: Any) -> int:
         users = self.privacy.users_of(dataset)
@@ -195,6 +251,8 @@ class PrivateTrainer(Trainer):
             raise UnsupportedError(
                 "train_dataset has no length: units are sampled by their place, so give a map-style data set."
             )
+        if not len(dataset):
+            raise ValueError("PrivateTrainer: train_dataset has no examples.")
         # Columns are those that the model's own forward() takes: the model is not wrapped.
         if datasets is not None and isinstance(dataset, datasets.Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
@@ -287,17 +345,15 @@ class PrivateTrainer(Trainer):
     ) -> Any:
         """In training, a mean over units, each the mean over its own tokens; otherwise Trainer's."""
         kind = loss_kind(self.model)
-        if (
-            not model.training or self.compute_loss_func is not None or is_over_table(self.model)
-            or not set(LABELS.get(kind, ())) & inputs.keys()
-        ):  # fmt: skip
+        if not model.training or is_over_table(self.model) or not self._makes_loss_of_units(inputs):
             return super().compute_loss(model, inputs, return_outputs, None)
         labels = {name: inputs[name] for name in LABELS[kind] if name in inputs}
         rest = {name: value for name, value in inputs.items() if name not in labels}
         if kind == "ForConditionalGeneration" and "decoder_input_ids" not in rest:
             rest["decoder_input_ids"] = self.model.prepare_decoder_input_ids_from_labels(labels=labels["labels"])
         outputs = model(**rest)
-        loss = reduced(losses_of_units(kind, outputs, labels), self.privacy.loss_reduction)
+        losses = losses_of_units(kind, outputs, labels, _problem_of(inner_model(self.model)))
+        loss = reduced(losses, self.privacy.loss_reduction)
         return (loss, outputs) if return_outputs else loss
 
     def _clip_grad_norm(self, model: nn.Module) -> None:
@@ -317,9 +373,27 @@ class PrivateTrainer(Trainer):
 
     # ------------------------------------------------------------------ what is written
 
+    def add_callback(self, callback: Any) -> None:
+        super().add_callback(callback)
+        self._may_log_loss()
+
+    def _may_log_loss(self) -> bool:
+        """Whether what is logged stays here. Whoever sends it elsewhere is not told of checkpoints, which hold private state."""
+        reporters = [callback for callback in self.callback_handler.callbacks if is_reporter(callback)]
+        for callback in reporters:
+            callback.on_save = _nothing
+        # The Hub gets a model card with the losses, and the files of TensorBoard.
+        remote = [type(callback).__name__ for callback in reporters] + ["the Hub"] * bool(self.args.push_to_hub)
+        if remote and self._log_training_loss and self._told_of != remote[0]:
+            self._told_of = remote[0]
+            logger.warning(
+                f"The loss of the training data is not private: it is not logged, as {remote[0]} would send it."
+            )
+        return self._log_training_loss and not remote
+
     def log(self, logs: dict[str, float], *args: Any, **keywords: Any) -> None:
         trained = any(name in logs for name in _LOSSES)
-        if not self._logs_loss:
+        if not self._may_log_loss():
             logs = {name: value for name, value in logs.items() if name not in _LOSSES}
         if trained and self.engine.ledger.steps:
             logs = {**logs, "epsilon": round(self.epsilon(), 4)}
@@ -335,6 +409,7 @@ class PrivateTrainer(Trainer):
         return self.engine.statement()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._may_log_loss()  # callbacks may have been put on their list since
         self.engine.save_checkpoint(
             os.path.join(output_dir, _ENGINE_FILE), extra={"scheduler": self.lr_scheduler.state_dict()}
         )
@@ -382,6 +457,18 @@ class _Epochs(TrainerCallback):
             state.epoch = state.global_step / loader.steps_per_epoch
 
 
+def is_reporter(callback: Any) -> bool:
+    """Whether a callback sends what is logged to some service."""
+    if isinstance(callback, TensorBoardCallback):
+        return False
+    modules = [kind.__module__ for kind in type(callback).__mro__]
+    return any(name.startswith("transformers.integrations") or name.partition(".")[0] in _REPORTERS for name in modules)
+
+
+def _nothing(*arguments: Any, **keywords: Any) -> None:
+    """In place of a reporter's `on_save`, which may upload the checkpoint."""
+
+
 def loss_kind(model: Any) -> str:
     """transformers' name for the loss of a model, which may be under PEFT's."""
     inner = inner_model(model)
@@ -394,11 +481,35 @@ def loss_kind(model: Any) -> str:
     return kind or ""
 
 
+def _problem_of(model: Any) -> str | None:
+    """config.problem_type of transformers' model."""
+    return getattr(getattr(model, "config", None), "problem_type", None)
+
+
+def refuse_terms_and_prompts(model: Any, kind: str) -> None:
+    """Raises for what adds a term to the loss, or tokens to the text, that losses of units do not know."""
+    config = getattr(inner_model(model), "config", None)
+    for part in (config, getattr(config, "text_config", None)):
+        if getattr(part, "output_router_logits", False):
+            raise UnsupportedError(
+                "config.output_router_logits=True adds a loss of the routers, over all tokens of the batch, so that units mix: "
+                "set it to False, and experts are balanced as they were in pretraining."
+            )
+    prompts = [one.peft_type.value for one in getattr(model, "peft_config", {}).values() if one.is_prompt_learning]
+    longer = sorted({*prompts} - {"PREFIX_TUNING"})  # whose prefixes are keys and values alone
+    if longer and kind not in CLASSIFIERS:
+        raise UnsupportedError(
+            f"PEFT's {longer[0]} puts tokens before each text, which have no labels, and "
+            "PrivateTrainer takes one loss for each token of the text: use adapters beside the weights (LoraConfig)."
+        )
+
+
 def take_softmax_over_table(model: Any, wanted: bool | None, privacy: PrivacySettings, has_own_loss: bool) -> None:
     """Lets a causal model's loss be a softmax over its table, if that is wanted, or if it is large and can be done."""
     if is_over_table(model):
         if wanted is False:
             raise ValueError("softmax_over_table=False, but softmax_over_table(model) was called on the model.")
+        softmax_over_table(model, privacy.loss_reduction)  # it may have been called for the other one
         return
     causal = loss_kind(model) == "ForCausalLM"
     if wanted and (not causal or has_own_loss):

@@ -57,8 +57,9 @@ def read_encoder(
     embeddings: Embeddings = "train",
     dropout: float | None = None,
 ) -> TextEncoder:
-    """The model in a folder, with a new head. With `lora` all else but the head is frozen, save the word embeddings as
-    `embeddings` says; without, everything is trained, save word embeddings that are frozen.
+    """The model in a folder, with a new head. With `lora` all else is frozen but the head, layers that the folder has no weights
+    for (poolers, mostly), and the word embeddings as `embeddings` says; without, everything is trained, save word embeddings that
+    are frozen.
     """
     try:
         from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -77,7 +78,9 @@ def read_encoder(
         config.num_labels, config.pad_token_id = classes, padding
         if dropout is not None:
             _set_dropout(config, dropout, folder)
-        model = AutoModelForSequenceClassification.from_pretrained(folder, config=config, local_files_only=True)
+        model, loaded = AutoModelForSequenceClassification.from_pretrained(
+            folder, config=config, local_files_only=True, output_loading_info=True
+        )
     except ConfigError:
         raise
     except Exception as error:  # of many kinds
@@ -93,9 +96,13 @@ def read_encoder(
             "belong together"
         )
     name = next(name for name, module in model.named_modules() if module is words)
+    if f"{name}.weight" in loaded["missing_keys"]:
+        raise ConfigError(f"model.path: {folder} has no weights of the word embeddings, {name}.weight")
     takes_types = getattr(config, "type_vocab_size", 0) > 1
     if lora is not None:
-        model = _with_lora(model, lora, name if embeddings == "lora" else None)
+        model = _with_lora(
+            model, lora, name if embeddings == "lora" else None, _new_modules(model, loaded["missing_keys"])
+        )
     words.weight.requires_grad_(embeddings == "train")
     return TextEncoder(model.float(), padding, takes_types=takes_types)
 
@@ -108,7 +115,19 @@ def _set_dropout(config: Any, dropout: float, folder: str | Path) -> None:
         setattr(config, name, dropout)
 
 
-def _with_lora(model: nn.Module, lora: Lora, words: str | None) -> nn.Module:
+def _new_modules(model: nn.Module, missing: set[str]) -> list[str]:
+    """The outermost modules that own a parameter without weights in the folder: random, until they are trained."""
+    owners = {name.rpartition(".")[0] for name, _ in model.named_parameters() if name in missing}
+    # peft trains these ends of names by itself, and wraps no module twice
+    heads = {name for name, _ in model.named_modules() if name.endswith(("classifier", "score"))}
+    return sorted(
+        owner
+        for owner in owners
+        if owner not in heads and not any(owner.startswith(f"{other}.") for other in owners | heads)
+    )
+
+
+def _with_lora(model: nn.Module, lora: Lora, words: str | None, new: list[str]) -> nn.Module:
     try:
         import peft
     except ImportError as error:
@@ -123,6 +142,7 @@ def _with_lora(model: nn.Module, lora: Lora, words: str | None) -> nn.Module:
                 lora_alpha=lora.alpha,
                 lora_dropout=0.0,
                 target_modules=targets,
+                modules_to_save=new,
             ),
         )
     except ValueError as error:  # no such modules

@@ -222,6 +222,12 @@ class EncoderModel(TextModelKind):
     def __post_init__(self) -> None:
         if self.embeddings == "lora" and self.lora is None:
             raise SchemaError("lora", "missing; expected its rank, as in {rank: 8}, for embeddings: lora")
+        if self.embeddings == "lora" and self.freeze_tables:
+            raise SchemaError(
+                "freeze_tables",
+                "embeddings: lora trains an adapter beside the table, which is frozen already; expected embeddings: freeze "
+                "where nothing of the words is to be trained",
+            )
 
     def make_for(self, training: TextDataset) -> TextEncoder:
         if not training.joined:
