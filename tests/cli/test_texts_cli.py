@@ -301,7 +301,7 @@ def trained_names(path: Path) -> set[str]:
 
 @pytest.mark.models
 @pytest.mark.parametrize("embeddings", ["train", "freeze", "lora"])
-def test_an_encoder_trains_what_it_says(embeddings: str, bert: Path) -> None:
+def test_an_encoder_trains_what_it_says(embeddings: str, bert: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = encoder({"lora": {"rank": 2}, "embeddings": embeddings})
     names = trained_names(path)
     words = {name for name in names if "word_embeddings" in name}
@@ -319,7 +319,19 @@ def test_an_encoder_trains_what_it_says(embeddings: str, bert: Path) -> None:
     assert {
         name for name in end if not torch.equal(end[name], start[name])
     } == names  # all that is trained, and nothing else
-    assert result["dense_gradient_size"] == (len(WORDS) * 16 if embeddings == "train" else 0)
+    table, adapter = len(WORDS) * 16, (len(WORDS) + 16) * 2
+    sizes = {"train": (table, table, 0), "freeze": (0, 0, 0), "lora": (table, adapter, adapter)}[embeddings]
+    assert tuple(result[key] for key in ("dense_gradient_size", "gradient_size", "adapter_gradient_size")) == sizes
+    reduction = {"train": 1.0, "freeze": None, "lora": pytest.approx(table / adapter)}[
+        embeddings
+    ]  # (V d) / ((V + d) r)
+    assert result["reduction"] == reduction and (result["kept_mass"] is None) == (embeddings != "train")
+    steps = [
+        line
+        for line in map(json.loads, Path("run/private/metrics.jsonl").read_text().splitlines())
+        if line["kind"] == "step"
+    ]
+    assert steps and all((step["gradient_size"], step["reduction"]) == (sizes[1], reduction) for step in steps)
 
 
 @pytest.mark.models

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sparsedp import concerns
+from sparsedp.cli.adapters import table_adapters
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data
 from sparsedp.cli.counts import read_public_counts
@@ -64,6 +65,7 @@ def plan_report(
     tables = find_tables(model)
     sizes = {name: p for name, p in model.named_parameters() if p.requires_grad}
     dense_size = sum(p.numel() for name, p in sizes.items() if name in tables)
+    adapters = table_adapters(model)
     # A run that may stop early has the epsilon of its whole plan, whenever it does.
     quarters = sorted({max(1, steps * k // 4) for k in (1, 2, 3, 4)} if plan.validation is None else {steps})
     report: dict[str, Any] = {
@@ -92,7 +94,8 @@ def plan_report(
             for name, p in model.named_parameters()
             if name in tables
         ],
-        "dense_gradient_size": dense_size,
+        "dense_gradient_size": dense_size + adapters.dense_size,
+        "adapter_gradient_size": adapters.gradient_size,
         "concerns": concerns.of_plan(plan),
     }
     if dense_size:

@@ -10,6 +10,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from sparsedp.cli.adapters import TableAdapters
 from sparsedp.optimizer import StepReport
 from sparsedp.statement import PrivacyStatement
 
@@ -53,11 +54,12 @@ class RunResult:
     finished: bool
     planned_steps: int
     totals: Totals
-    dense_size: int  # coordinates of all tables
+    dense_size: int  # coordinates of all tables, those beside which adapters are trained among them
     statement: PrivacyStatement
     metrics: dict[str, Any] = field(default_factory=dict)
     planted_auc: float | None = None
     tables_frozen: bool = False
+    adapters: TableAdapters = field(default_factory=TableAdapters)  # those beside tables
     extra: dict[str, Any] = field(default_factory=dict)  # what the caller of the run measured at its end
     diverged: bool = False  # whether the trained model is of no use, as weights or losses have grown beyond all bounds
     stopped_early: bool = False
@@ -65,13 +67,17 @@ class RunResult:
 
     @property
     def gradient_size(self) -> float:
-        """Coordinates of the tables that may change in a step, on average."""
-        return self.totals.gradient_size / max(1, self.totals.steps)
+        """Coordinates of the tables, and of adapters beside them, that may change in a step, on average."""
+        return self.totals.gradient_size / max(1, self.totals.steps) + self.adapters.gradient_size
 
     @property
     def reduction(self) -> float | None:
         """How many times smaller the tables' gradient is than a dense one, on average; None if no table is trained."""
         return self.dense_size / max(1.0, self.gradient_size) if self.dense_size else None
+
+    @property
+    def _trains_tables(self) -> bool:
+        return self.dense_size > self.adapters.dense_size
 
     @property
     def rows_touched(self) -> float:
@@ -99,9 +105,10 @@ class RunResult:
             "gradient_size": self.gradient_size,
             "dense_gradient_size": self.dense_size,
             "reduction": self.reduction,
+            "adapter_gradient_size": self.adapters.gradient_size,
             "tables_frozen": self.tables_frozen,
             "clipped_share": self._mean(self.totals.clipped_share),
-            "kept_mass": self._mean(self.totals.kept_mass) if self.dense_size else None,
+            "kept_mass": self._mean(self.totals.kept_mass) if self._trains_tables else None,
             "rows_touched_per_step": self.rows_touched,
             "seconds": self.totals.seconds,
             "training_seconds": self.totals.training_seconds,
@@ -145,6 +152,7 @@ class RunResult:
             sizes = f"{self.gradient_size:,.0f} of {self.dense_size:,} coordinates a step"
             against = "dense" if times == 1 else f"{times:,.1f} times smaller than dense"
             lines.append(("embedding gradient", f"{sizes} ({against})"))
+        if self._trains_tables:
             lines.append(("rows touched", f"{self.rows_touched:,.0f} a step"))
         lines.append(("time", f"{self.totals.seconds:.1f} s, of which {self.totals.training_seconds:.1f} s in steps"))
         lines.append(("speed", f"{self.examples_per_second:,.0f} examples/s over {self.totals.steps:,} steps"))

@@ -79,7 +79,7 @@ class SweepFolder:
     def in_brief(self, id: str) -> str:
         """A finished run in half a line."""
         result = self.result(id)
-        metric = next(key for key in ("auc", "ndcg@10", "loss") if key in result)
+        metric = next(key for key in ("auc", "ndcg@10", "accuracy", "loss") if key in result)
         value = "undefined" if result[metric] is None else f"{result[metric]:.4f}"
         reduction = "" if result["reduction"] is None else f", reduction {result['reduction']:,.4g}x"
         return f"{markdown.METRIC_NAMES[metric]} {value}{reduction}"

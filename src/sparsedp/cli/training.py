@@ -17,6 +17,7 @@ from torch import Tensor
 
 from sparsedp.accounting.ledger import Entry
 from sparsedp.callbacks import SpentEpsilon
+from sparsedp.cli.adapters import table_adapters
 from sparsedp.cli.callbacks import Callbacks
 from sparsedp.cli.collate import SequenceCollate
 from sparsedp.cli.config.config import Config
@@ -66,6 +67,7 @@ class Training:
         self.watch = prepared.optimizer.stage = watch
         self.keep_model, self.at_end, self.signals = keep_model, at_end, signals
         self.processes = prepared.processes
+        self.adapters = table_adapters(prepared.model)
         self.totals = Totals()
         self.started = started
         self.earlier_seconds = 0.0  # of the runs that this one resumes
@@ -198,6 +200,7 @@ class Training:
         )
         if self.step % self.config.training.log_every and not self.finished:
             return
+        dense_size = report.dense_size + self.adapters.dense_size
         self.folder.log({
             "kind": "step",
             "step": self.step,
@@ -210,8 +213,8 @@ class Training:
             "clipped_share": report.clipped_share,
             "mean_norm": report.mean_norm,
             "rows_touched": report.rows_touched,
-            "gradient_size": report.gradient_size,
-            "reduction": report.reduction if report.tables else None,
+            "gradient_size": (gradient_size := report.gradient_size + self.adapters.gradient_size),
+            "reduction": dense_size / max(1, gradient_size) if dense_size else None,
             "kept_mass": report.kept_mass if report.tables else None,
             "tables": {
                 name: {"touched": table.rows_touched, "selected": table.rows_selected, "false": table.rows_false}
@@ -349,7 +352,8 @@ class Training:
             finished=self.finished,
             planned_steps=self.parts.steps,
             totals=self.totals,
-            dense_size=sum(size for name, size in sizes.items() if name in tables),
+            dense_size=self.adapters.dense_size + sum(size for name, size in sizes.items() if name in tables),
+            adapters=self.adapters,
             statement=self.parts.engine.statement(self.parts.delta),
             metrics=self.evaluations.metrics if self.evaluations.evaluated == self.step else {},
             planted_auc=getattr(self.parts.data.held_out, "planted_auc", None),

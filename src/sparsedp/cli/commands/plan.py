@@ -142,6 +142,8 @@ def _summary(report: dict[str, Any]) -> Table:
         ("parameters", f"{report['parameters']:,}"),
         ("dense gradient", f"{report['dense_gradient_size']:,} coordinates of the tables a step"),
     ]
+    if report["adapter_gradient_size"]:
+        rows.append(("adapters of tables", f"{report['adapter_gradient_size']:,} coordinates a step"))
     if "predicted" in report:
         predicted = report["predicted"]
         rows += [
