@@ -225,7 +225,7 @@ def sent_in_step(
     messages = len(lookups) * batches * (4 + weighted) + 2 * settlings + 3 * exchanges
     messages += (mechanism.contribution_clip is not None) + mechanism.selects + mechanism.selects_by_sum
     messages += 2 if work.dense else 0  # a sum goes round the ring twice
-    gathers = 2 + (4 if mechanism.selects_by_sum else 0)
+    gathers = 2 + (2 if mechanism.selects_by_sum else 0)
     sent.headers += (messages * _HEADER + gathers * _GATHER_HEADER) * others
     return sent
 
