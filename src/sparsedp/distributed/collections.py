@@ -191,7 +191,9 @@ class _ImageMethods:
                 least, most = map(int, parts[name].aminmax()) if len(parts[name]) else (0, 0)
                 if not 0 <= least <= most < rows[key]:
                     wrong = least if least < 0 else most
-                    raise IndexError(f"Feature {name}: id {wrong} is not a row of table '{key}', which has {rows[key]}.")
+                    raise IndexError(
+                        f"Feature {name}: id {wrong} is not a row of table '{key}', which has {rows[key]}."
+                    )
 
     def _hand_out(self, found: Any) -> None:
         if hasattr(self, "embedding_bags"):
