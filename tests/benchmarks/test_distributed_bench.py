@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import socket
 from pathlib import Path
@@ -18,6 +19,7 @@ from benchmarks.speed.distributed.plots import write_plots
 from benchmarks.speed.distributed.scaling import HOSTS, Constants
 from benchmarks.speed.distributed.setting import VARIANTS, Setting
 from benchmarks.speed.distributed.wire import WireMeter, bytes_sent
+from rich.console import Console
 
 from sparsedp.errors import SparseDPError
 
@@ -144,6 +146,7 @@ def test_the_page_says_all_of_it(tmp_path: Path) -> None:
     assert "| AdaFEST | 120 (132 ± 12) | 1.2 (1.2) | 1.2 (1.2) | 1,050 | 1.05 | 6 |" in text
     assert "a model, not a measurement" in text and "50 µs" in text and "2.00 GB a second" in text
     assert "it says 0.829 to 0.829 times what was measured" in text  # 0.102 / 0.123
+    assert "| 132 | 164 | 0.829 | 64 |" in text, "beside the last hosts"
     assert "12 GB, divided among two processes" in text and "| LazyDP | 3 | 70 | 6.50 | 6.60 | 13.10 |" in text
     assert (
         "70 ms and 88 messages with 26 tables divided one by one" in text
@@ -156,6 +159,52 @@ def test_the_page_says_all_of_it(tmp_path: Path) -> None:
     assert all(
         (tmp_path / name).stat().st_size > 1000 for name in ("distributed_ratios.png", "distributed_scaling.png")
     )
+
+
+def test_the_page_names_the_stages_that_take_longer() -> None:
+    plain = {**row("plain", 0.1, 1e6), "stages": {"forward": 0.04, "backward": 0.05, "update": 0.002}}
+    stages = {
+        "forward": 0.07,
+        "settling": 0.03,
+        "backward": 0.02,
+        "sums": 0.03,
+        "ranks": 0.01,
+        "selection": 0.08,
+        "noise": 0.001,
+    }
+    slow = {**row("exponential", 0.3, 1.2e6), "stages": stages}
+    text = page({**result(), "rows": [plain, row("adafest", 0.12, 1.05e6), slow, row("eana", 0.2, 1e6)]}, [])
+    assert (
+        "1 id(s) a feature: exponential, EANA. exponential, 3 times TorchRec's 100 ms: selection +80.0 ms, forward +60.0 ms, "
+        "between the stages (agreement of the ranks, ledger, report) +51.0 ms." in text
+    )  # backward and sums together take 8 ms more, and noise 1 ms, of 200
+    assert "More than 1.1 times as much is sent by exponential (light model, by tables" in text
+    text = page({**result(), "rows": [plain, row("adafest", 0.12, 1.05e6)]}, [])
+    assert "No private step takes more than 1.25 times as long." in text and "is sent by none." in text
+
+
+def test_no_model_is_fitted_to_a_quick_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def on_ranks(ranks: int, name: str, **asked: Any) -> list[Any]:
+        if name == "time_messages":
+            return [{"1000": timing(1e-4), "2001000": timing(1.1e-3)}]
+        measured.append((ranks, asked["setting"]["batch"]))
+        return [{variant: row(variant, 0.1 * ranks, 1e6, asked["setting"]) for variant in asked["variants"]}]
+
+    measured: list[tuple[int, int]] = []
+    monkeypatch.setattr(distributed, "on_ranks", on_ranks)
+    monkeypatch.setattr(distributed, "require_torchrec", lambda: None)
+    monkeypatch.setattr(distributed, "version", lambda name: "1")
+    for full, expected in ((False, [(2, 8), (1, 8)]), (True, [(2, 8), (1, 8), (1, 16)])):
+        measured.clear()
+        found = distributed.bench_distributed(
+            [Setting(**SETTING)], large=1, repeats=1, full=full, variants=["eana"], tasks=("steps", "scaling")
+        )
+        assert measured == expected, "what the steps have measured is not measured again"
+        assert all(("model" in one) == full for one in found["scaling"]["rows"])
+        assert ("fitted to a full run alone" in page(found, [])) != full
+        options.show(Console(file=io.StringIO()), found)
+        pytest.importorskip("matplotlib")
+        assert ("distributed_scaling.png" in write_plots(found, tmp_path)) == full
 
 
 def test_the_page_of_a_part_of_the_tasks(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from sparsedp.cli import plan_report
+from sparsedp.cli import plan_report, sharding_report
+from sparsedp.cli.config.load import load_config
 from sparsedp.cli.main import main
 
 TINY = """
@@ -90,3 +91,32 @@ def test_amounts_without_a_unit_that_is_clear(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         main(["plan", "tiny.yaml", "--nproc", "2", "--memory", "256G"])
     assert "such as 256GB or 256GiB" in capsys.readouterr().err
+
+
+def test_the_configuration_that_trains_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tables that are copied, one line; of several kinds, a line for each table, which a configuration takes."""
+    copied, _ = plan(capsys, "--quiet", "--nproc", "2")
+    assert copied["several_processes"]["config"] == {"sharding": "data_parallel"}, "their columns cannot be divided"
+    assert copied["several_processes"]["disk_bytes_per_host"] == 0
+    weights = sum(table["bytes"] for table in copied["tables"])
+    assert copied["several_processes"]["check_bytes_of_the_first_rank"] > 3 * weights
+    dims = ("--set", "model.dim=64", "--set", "data.scale=1.0", "--set", "privacy.mechanism=lazydp", "--set",
+            "optimizer={name: SGD, lr: 0.1}")  # fmt: skip
+    monkeypatch.setattr(sharding_report, "LARGE", 1 << 20)
+    several = plan(capsys, "--quiet", *dims, "--nproc", "2")[0]["several_processes"]
+    assert several["config"]["sharding"] == "planned" and several["disk_bytes_per_host"] > 0
+    (Path("tiny.yaml")).write_text(TINY + f"distributed: {json.dumps(several['config'])}\n")
+    config = load_config("tiny.yaml", [])
+    assert config.distributed.of_tables == several["config"]["tables"]
+    assert config.distributed.of_tables.keys() == {entry["name"] for entry in several["tables"]}
+
+
+@pytest.mark.parametrize(
+    "section",
+    ["{sharding: planned}", "{tables: {a: row_wise}}", "{sharding: planned, tables: {a: table_row_wise}}",
+     "{sharding: planned, tables: {a: 3}}"],
+)  # fmt: skip
+def test_places_that_are_none(section: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("tiny.yaml").write_text(TINY + f"distributed: {section}\n")
+    assert main(["plan", "tiny.yaml", "--quiet"]) == 2
+    assert "distributed.tables" in capsys.readouterr().err

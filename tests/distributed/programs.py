@@ -910,3 +910,37 @@ def whole_weight() -> str:
     module = Tied()
     shard_tables(module)
     return _said(lambda: train(begin(module, "dpsgd"), steps=1))
+
+
+class Unequal(nn.Module):
+    """Tables of several sizes, one of which has columns that cannot be divided."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.wide = nn.Embedding(2000, 8), nn.Embedding(9, 32)
+        self.bag, self.odd = nn.EmbeddingBag(400, 8, mode="sum"), nn.Embedding(9, 6)
+        self.over = nn.Linear(3 + 8 + 32 + 8 + 6, 1)
+
+    def forward(self, numbers: Tensor, features: KeyedJaggedTensor, country: Tensor) -> Tensor:
+        parts = [self.large(country), self.wide(country), self.bag(country[:, None]), self.odd(country)]
+        return self.over(torch.cat([numbers, *parts], 1)).squeeze(1)
+
+
+def planned_and_placed(mechanism: str, memory: float) -> dict[str, Any]:
+    """The kinds of a plan, and whether each table is then where the plan says."""
+    module, ranks = Unequal(), dist.get_world_size()
+    uses = [TableUse(f"{name}.weight", *part.weight.shape, pooled=False, apart=True)
+            for name, part in module.named_children() if name != "over"]  # fmt: skip
+    work = Work(20.0, MECHANISMS[mechanism](), dense=58)
+    chosen = choose_sharding(uses, ranks, memory=memory, work=work, by_shard_tables=True)
+    shard_tables(module, chosen)
+    run = begin(module, mechanism)
+    assert run[0]._run is not None
+    placement = dict(run[0]._run.placement)
+    train(run, 1)
+    expected = {name: choice.parts for name, choice in chosen.tables.items() if choice.kind != "data_parallel"}
+    return {"kinds": {name: choice.kind for name, choice in chosen.tables.items()}, "placed": placement == expected}
+
+
+def places_refused(places: dict[str, str]) -> str:
+    return _said(lambda: shard_tables(Unequal(), places))

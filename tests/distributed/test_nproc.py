@@ -195,6 +195,19 @@ def test_the_run_of_one_process(here: Path, shared: Path, sharding: str) -> None
     assert not any(path.name.startswith(".") for path in Path("two/release").iterdir())
 
 
+def test_the_kinds_of_a_plan_table_by_table(here: Path, shared: Path) -> None:
+    kinds = ["row_wise", "table_wise 1", "column_wise 1 0", "data_parallel", "table_wise 0"]
+    tables = {f"tables.{at}.weight": kinds[at % len(kinds)] for at in range(26)}
+    one = one_process(shared, "clicks")
+    planned = ("--set", "distributed.sharding=planned", "--set", f"distributed.tables={json.dumps(tables)}")
+    sparsedp("train", "clicks.yaml", "--nproc", "2", "--run-dir", "two", *planned)
+    require_alike(one, "two")
+    refused = sparsedp(
+        "train", "--resume", "two", "--nproc", "2", "--set", "distributed.tables={bags.weight: row_wise}", code=2
+    )
+    assert "'bags.weight' is no table of the model" in refused.stderr
+
+
 @pytest.mark.parametrize(
     "changes",
     [

@@ -119,3 +119,28 @@ def test_outputs_are_those_of_one_process_also_after_close(mechanism: str) -> No
     for ended in launch(2, "evaluated", mechanism, "table_wise"):
         assert ended.value["private"] <= CLOSE and ended.value["closed"] <= CLOSE
         assert "not looked at in several processes" in ended.value["statistics"]
+
+
+def test_tables_are_where_a_plan_puts_them() -> None:
+    seen = set()
+    for memory in (60e3, 200e3, None):
+        for ended in launch(2, "planned_and_placed", "adafest", memory):
+            assert ended.value["placed"], ended.value
+            assert ended.value["kinds"]["odd.weight"] == "data_parallel", "its columns cannot be divided"
+            seen |= set(ended.value["kinds"].values())
+    assert len(seen) > 2, seen
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"odd.weight": "row_wise"}, "multiples of 4"),
+        ({"large.weight": "column_wise 0 1 2"}, "rank 2, and there are 2 processes"),
+        ({"large.weight": "table_row_wise"}, 'expected "row_wise"'),
+        ({"larger.weight": "row_wise"}, "is no table of the model"),
+    ],
+)
+def test_places_that_are_refused(changes: dict[str, str], said: str) -> None:
+    places = dict.fromkeys(["large.weight", "wide.weight", "bag.weight", "odd.weight"], "data_parallel") | changes
+    for ended in launch(2, "places_refused", places):
+        assert said in ended.value

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import sparsedp
 from sparsedp.distributed import sizes
+from sparsedp.distributed.placement import read_place
 from sparsedp.distributed.sharding import Sharding, choose_sharding, in_bytes, parse_bytes
 from sparsedp.distributed.sizes import Cluster, Held, TableUse, Work, sent_in_step
 from sparsedp.errors import UnsupportedError
@@ -44,12 +45,17 @@ mechanisms = st.sampled_from(
 
 
 @settings(max_examples=60, deadline=None)
-@given(tables, st.integers(1, 3), st.integers(1, 4), st.none() | st.floats(1e3, 3e6), mechanisms)
+@given(tables, st.integers(1, 3), st.integers(1, 4), st.none() | st.floats(1e3, 3e6), mechanisms, st.booleans())
 def test_every_cell_has_an_owner_and_memory_is_kept(
-    some: list[TableUse], hosts: int, local: int, memory: float | None, mechanism: sparsedp.Mechanism
+    some: list[TableUse], hosts: int, local: int, memory: float | None, mechanism: sparsedp.Mechanism, shards: bool
 ) -> None:
     work, ranks = Work(10.0, mechanism, dense=7), hosts * local
-    chosen = choose_sharding(some, ranks, hosts, memory, work=work, held=Held(state_share=1.0))
+    chosen = choose_sharding(some, ranks, hosts, memory, work=work, held=Held(state_share=1.0), by_shard_tables=shards)
+    if shards:
+        for table in some:
+            choice = chosen.tables[table.name]
+            assert read_place(choice.place)[0] == choice.kind, "shard_tables can do it"
+            assert choice.kind == "data_parallel" or choice.kernel == "fused"
     held = np.zeros(ranks)
     for table in some:
         choice = chosen.tables[table.name]
@@ -190,3 +196,22 @@ def test_amounts_are_read_by_people() -> None:
         "4.0 TB",
     ]
     assert math.isclose(parse_bytes(in_bytes(2.5e6)), 2.5e6)
+
+
+def test_noise_that_waits_has_no_copies_outside_of_collections() -> None:
+    lazy = Work(64.0, sparsedp.LazyDP())
+    tiny = TableUse("tiny", 9, 8, pooled=False, apart=True)
+    assert kinds(choose_sharding([tiny], 2, work=lazy)) == {"tiny": "data_parallel"}
+    assert kinds(choose_sharding([tiny], 2, work=lazy, by_shard_tables=True)) != {"tiny": "data_parallel"}
+    with pytest.raises(UnsupportedError, match=r"6 columns.*lazydp cannot train copies"):
+        choose_sharding([TableUse("odd", 9, 6, pooled=False, apart=True)], 2, work=lazy, by_shard_tables=True)
+
+
+def test_tables_apart_have_messages_of_their_own() -> None:
+    def headers(apart: bool) -> float:
+        some = [TableUse(name, 100, 8, pooled=False, apart=apart) for name in "abc"]
+        chosen = choose_sharding(some, 2, memory=3e3, work=Work(10.0, sparsedp.EANA()))
+        assert set(kinds(chosen).values()) == {"row_wise"}
+        return float(chosen.sent.headers[0])
+
+    assert headers(True) == headers(False) + 2 * 4 * 144  # two more lookups of four messages

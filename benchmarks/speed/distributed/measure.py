@@ -32,11 +32,15 @@ def bench_distributed(
     *,
     large: float,
     repeats: int,
+    full: bool = True,
     tasks: Collection[str] = TASKS,
     variants: Collection[str] = tuple(VARIANTS),
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-    """What `--json` writes. `large` is the size of the one table of the task "large", in 10^9 bytes."""
+    """What `--json` writes. `large` is the size of the one table of the task "large", in 10^9 bytes.
+
+    Without `full`, sizes are small and repeats few: no model of more hosts is fitted to that.
+    """
     require_torchrec()
     result: dict[str, Any] = {
         "benchmark": "distributed", "ranks": RANKS, "machine": {**machine(), "memory_bytes": total_memory()},
@@ -48,7 +52,8 @@ def bench_distributed(
         for setting in settings:
             result["rows"] += _steps(setting, chosen, repeats, say)
     if "scaling" in tasks:
-        result["scaling"] = _scaling(settings, [name for name in SCALED if name in chosen], repeats, say)
+        scaled = [name for name in SCALED if name in chosen]
+        result["scaling"] = _scaling(settings, scaled, repeats, full, result["rows"], say)
     if "lookups" in tasks:
         say("lookups in one process")
         batch = max(setting.batch for setting in settings)
@@ -97,29 +102,40 @@ def _ratio(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
 
 
 def _scaling(
-    settings: Sequence[Setting], variants: Sequence[str], repeats: int, say: Callable[[str], None]
-) -> dict[str, Any]:
-    """Steps on one and on two ranks, each with the same part of a batch, and a model of them on more."""
+    settings: Sequence[Setting], variants: Sequence[str], repeats: int, full: bool, measured_rows: Sequence[dict[str, Any]],
+    say: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Steps on one and on two ranks, each with the same part of a batch, and with `full` a model of them on more.
+
+    `measured_rows` are those of the task "steps", which need not be measured again.
+    """
     say("messages")
     messages = on_ranks(RANKS, "time_messages", sizes=list(_MESSAGES), repeats=repeats)[0]
     constants, rows = constants_of(messages), []
     for setting in settings:
         half = replace(setting, gigabytes=setting.gigabytes / RANKS)
-        twice_the_batch = replace(half, batch=2 * half.batch)
-        one, double, two = (
-            {row["variant"]: row for row in measured(of, ranks, variants, repeats, say)}
-            for of, ranks in ((half, 1), (twice_the_batch, 1), (setting, RANKS))
-        )
+        two = {row["variant"]: row for row in measured_rows if Setting(**row["setting"]) == setting}
+        if not set(variants) <= two.keys():
+            two = {row["variant"]: row for row in measured(setting, RANKS, variants, repeats, say)}
+        one = {row["variant"]: row for row in measured(half, 1, variants, repeats, say)}
+        double = {}
+        if full:
+            twice_the_batch = replace(half, batch=2 * half.batch)
+            double = {row["variant"]: row for row in measured(twice_the_batch, 1, variants, repeats, say)}
         for name in variants:
-            work = work_of(one[name], double[name])
-            dense = two[name]["dense_bytes"]
-            rows.append({
-                "setting": asdict(setting), "variant": name, "fixed": work[0], "per_row": work[1],
-                "rows_touched": one[name]["rows_touched"],
+            row = {
+                "setting": asdict(setting), "variant": name, "rows_touched": one[name]["rows_touched"],
                 "measured": {"1": one[name]["best"], "2": two[name]["best"]},
-                "model": {str(n): seconds(n, two[name], one[name], work, constants, dense) for n in HOSTS},
-                "model_bytes": {str(n): wire_bytes(n, two[name], dense) for n in HOSTS},
-            })  # fmt: skip
+            }  # fmt: skip
+            if full:
+                work = work_of(one[name], double[name])
+                dense = two[name]["dense_bytes"]
+                row |= {
+                    "fixed": work[0], "per_row": work[1],
+                    "model": {str(n): seconds(n, two[name], one[name], work, constants, dense) for n in HOSTS},
+                    "model_bytes": {str(n): wire_bytes(n, two[name], dense) for n in HOSTS},
+                }  # fmt: skip
+            rows.append(row)
     return {
         "latency": constants.latency,
         "bandwidth": constants.bandwidth,

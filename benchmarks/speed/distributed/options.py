@@ -74,6 +74,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         settings,
         large=chosen["large"] or total_memory() / 2e9,
         repeats=chosen["repeats"],
+        full=not args.quick,
         tasks=args.task or TASKS,
         variants=args.variant or COMPARED,
         say=Lines(Console(stderr=True)).say,
@@ -118,13 +119,15 @@ def _show_scaling(console: Console, scaling: dict[str, Any]) -> None:
         f"A message takes {1e6 * scaling['latency']:.0f} us, and {scaling['bandwidth'] / 1e9:.2f} GB go in a second.",
         highlight=False,
     )
+    is_fitted = all("model" in row for row in scaling["rows"])
+    hosts_shown = HOSTS if is_fitted else ()
     table = make_table(
-        "Weak scaling, ms: measured on 1 and 2 processes, and a model of more hosts",
-        ("", "measured: 1", "2", *(f"model: {hosts}" if hosts == HOSTS[0] else str(hosts) for hosts in HOSTS)),
+        f"Weak scaling, ms: measured on 1 and 2 processes{', and a model of more hosts' if is_fitted else ''}",
+        ("", "measured: 1", "2", *(f"model: {hosts}" if hosts == HOSTS[0] else str(hosts) for hosts in hosts_shown)),
     )
     for row in scaling["rows"]:
         setting = Setting(**row["setting"])
-        times = [row["measured"]["1"], row["measured"]["2"], *(row["model"][str(hosts)] for hosts in HOSTS)]
+        times = [row["measured"]["1"], row["measured"]["2"], *(row["model"][str(hosts)] for hosts in hosts_shown)]
         name = f"{MODELS[setting.model]}, {SHARDINGS[setting.sharding]}, {VARIANTS[row['variant']]}"
         table.add_row(name, *(f"{1e3 * seconds:.0f}" for seconds in times))
     console.print(table)

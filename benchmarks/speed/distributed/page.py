@@ -26,7 +26,7 @@ def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
     for setting in dict.fromkeys(Setting(**row["setting"]) for row in result["rows"]):
         pieces += _setting(setting, [row for row in result["rows"] if Setting(**row["setting"]) == setting])
     if result["rows"]:
-        pieces += [_SENT, _WHY]
+        pieces += [_SENT, _why(result["rows"])]
     if result["scaling"] is not None:
         pieces += _scaling(result["scaling"])
     if result["lookups"]:
@@ -46,10 +46,61 @@ a gradient for each example, as TorchRec's backward pass does, but one clipped s
 sends a number for each touched row (the counts) and a byte back (the mask), and then sums of selected rows alone. gloo adds up
 row-wise tables' rows as an all-reduce, so that TorchRec's own forward pass sends most there, with privacy and without."""
 
-_WHY = """Where a private step takes more than 1.25 times as long: the light model has hardly any arithmetic, so that
-what a private step does besides, in Python, for each operation and table that is captured, and for each message, is in
-full view. In small batches of DLRM it is the noise and the sums of the dense part, which do not shrink with the batch.
-Where exponential selection sends more than 1.1 times as much, it is the norms of the touched rows, which all ranks get."""
+_TIME, _BYTES = 1.25, 1.1  # of TorchRec's: the budget
+_SHARE = 0.1  # of what a step takes longer: parts that are less are not named
+# What of a private step stands beside what of TorchRec's, whose backward pass sends its gradients and moves the tables.
+_PARTS = {
+    "forward": (("forward", "settling"), ("forward",)),
+    "backward, clipping, sums and their messages": (
+        ("backward", "collect", "norms", "sums", "ranks", "update"), ("backward", "update"),
+    ),
+    "selection": (("selection",), ()),
+    "noise": (("noise",), ()),
+}  # fmt: skip
+_BETWEEN = "between the stages (agreement of the ranks, ledger, report)"
+
+
+def _why(rows: Rows) -> str:
+    """Of each setting in which a step takes longer than the budget: which parts of the slowest one do."""
+    settings = dict.fromkeys(Setting(**row["setting"]) for row in rows)
+    lines = [line for setting in settings if (line := _beyond(setting, rows)) is not None]
+    sent = [
+        f"{VARIANTS[row['variant']]} ({Setting(**row['setting'])}: {number(row['bytes_ratio_to_plain'])})"
+        for row in rows
+        if row["variant"] != "plain" and (row["bytes_ratio_to_plain"] or 0) > _BYTES
+    ]
+    pieces = [f"No private step takes more than {_TIME} times as long."]
+    if lines:
+        head = f"Private steps that take more than {_TIME} times as long, and where the slowest of each has its time beyond "
+        pieces = [f"{head}TorchRec's, by best times:", "\n".join(lines)]
+    pieces.append(f"More than {_BYTES} times as much is sent by {', '.join(sent) or 'none'}.")
+    return "\n\n".join(pieces)
+
+
+def _beyond(setting: Setting, rows: Rows) -> str | None:
+    mine = [row for row in rows if Setting(**row["setting"]) == setting]
+    plain = next(row for row in mine if row["variant"] == "plain")
+    slow = [row for row in mine if row["variant"] != "plain" and row["ratio_to_plain"]["best"] > _TIME]
+    if not slow:
+        return None
+    slowest = max(slow, key=lambda row: row["ratio_to_plain"]["best"])
+    more = {name: _of_stages(slowest, stages) - _of_stages(plain, others) for name, (stages, others) in _PARTS.items()}
+    more[_BETWEEN] = _rest(slowest) - _rest(plain)
+    least = _SHARE * (slowest["best"] - plain["best"])
+    named = sorted((name for name in more if more[name] > least), key=lambda name: -more[name])
+    return (
+        f"- {setting}: {', '.join(VARIANTS[row['variant']] for row in slow)}. "
+        f"{VARIANTS[slowest['variant']]}, {number(slowest['ratio_to_plain']['best'])} times TorchRec's "
+        f"{number(1e3 * plain['best'])} ms: {', '.join(f'{name} +{1e3 * more[name]:.1f} ms' for name in named)}."
+    )
+
+
+def _of_stages(row: Mapping[str, Any], names: Sequence[str]) -> float:
+    return sum(row["stages"].get(name, 0.0) for name in names)
+
+
+def _rest(row: Mapping[str, Any]) -> float:
+    return float(row["best"]) - sum(row["stages"].values())
 
 
 def _setting(setting: Setting, rows: Rows) -> list[str]:
@@ -72,20 +123,34 @@ def _setting(setting: Setting, rows: Rows) -> list[str]:
 def _scaling(scaling: Mapping[str, Any]) -> list[str]:
     lines = []
     for row in scaling["rows"]:
-        setting = Setting(**row["setting"])
+        setting, model = Setting(**row["setting"]), []
+        if "model" in row:
+            model = [
+                *(number(1e3 * row["model"][str(hosts)]) for hosts in HOSTS[1:]),
+                number(row["model"]["2"] / row["measured"]["2"]), number(row["model_bytes"][str(HOSTS[-1])] / 1e6),
+            ]  # fmt: skip
         lines.append([
             f"{MODELS[setting.model]}, {SHARDINGS[setting.sharding]}", VARIANTS[row["variant"]],
-            *(number(1e3 * row["measured"][ranks]) for ranks in ("1", "2")),
-            *(number(1e3 * row["model"][str(hosts)]) for hosts in HOSTS[1:]),
-            number(row["model_bytes"][str(HOSTS[-1])] / 1e6),
+            *(number(1e3 * row["measured"][ranks]) for ranks in ("1", "2")), *model,
         ])  # fmt: skip
+    measured = (
+        "Each rank has the same part of a batch, and the tables grow with the ranks. 1 and 2 processes are measured, on cores "
+        "that share a memory."
+    )
+    if not all("model" in row for row in scaling["rows"]):
+        quick = (
+            f"{measured} These are small sizes and few repeats: the model of more hosts is fitted to a full run alone."
+        )
+        return ["## Weak scaling", quick, markdown_table(("ms", "", "measured: 1", "2"), lines)]
     errors = [row["model"]["2"] / row["measured"]["2"] for row in scaling["rows"]]
     error = f" On 2, it says {number(min(errors))} to {number(max(errors))} times what was measured." if errors else ""
-    head = ("ms", "", "measured: 1", "2", *(f"model: {HOSTS[1]}", *map(str, HOSTS[2:])), f"MB sent at {HOSTS[-1]}")
+    head = (
+        "ms", "", "measured: 1", "2", f"model: {HOSTS[1]}", *map(str, HOSTS[2:]), "model / measured, on 2",
+        f"MB sent at {HOSTS[-1]}",
+    )  # fmt: skip
     return [
         "## Weak scaling",
-        "Each rank has the same part of a batch, and the tables grow with the ranks. 1 and 2 processes are measured, on cores "
-        f"that share a memory. More hosts are **a model, not a measurement**: {_MODEL} Its constants were measured here: "
+        f"{measured} More hosts are **a model, not a measurement**: {_MODEL} Its constants were measured here: "
         f"{1e6 * scaling['latency']:.0f} µs for a round, {scaling['bandwidth'] / 1e9:.2f} GB a second, on loopback; a network "
         f"between hosts has others.{error}",
         markdown_table(head, lines),

@@ -18,7 +18,7 @@ def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     written = {}
     if result["rows"]:
         written["distributed_ratios.png"] = _ratios(result)
-    if result["scaling"] is not None and result["scaling"]["rows"]:
+    if result["scaling"] is not None and any("model" in row for row in result["scaling"]["rows"]):
         written["distributed_scaling.png"] = _scaling(result["scaling"])
     for name, figure in written.items():
         figure.savefig(folder / name, dpi=130, bbox_inches="tight")

@@ -213,8 +213,10 @@ class Results:
         if name == "_pack_padded_sequence":
             self._require_lengths_alike(name, args[1])
         made = rows_made(name, args, kwargs, outputs, known.info, self._current.units)
+        # Once for all results: a split into many has as many sizes.
+        has_constants = made is None and self._has_constants(args if not kwargs else (*args, *kwargs.values()))
         for number, tensor in enumerate(outputs):
-            info = made[number] if made is not None else self.follow(name, args, kwargs, data, tensor)
+            info = made[number] if made is not None else self.follow(name, args, kwargs, data, tensor, has_constants)
             known[tensor] = info
             if tensor.is_nested:
                 known.place_parts(tensor)
@@ -228,15 +230,21 @@ class Results:
             for tensor in outputs:
                 self._history.add(tensor)
 
-    def follow(self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor) -> Info:
-        """Where the units are in `out`, the result of an operation on the activations `data`."""
+    def follow(
+        self, name: str, args: tuple, kwargs: dict, data: list[Tensor], out: Tensor, has_constants: bool = True
+    ) -> Info:
+        """Where the units are in `out`, the result of an operation on the activations `data`.
+
+        `has_constants`: whether there may be anything else than activations, parameters and numbers among the operands.
+        """
         known = self._known
         operands: list[tuple[Tensor, Info]] = [(tensor, known[tensor]) for tensor in data]
         try:
             info = follow(name, args, kwargs, operands, out, self._current.units, self._current.where)
             if isinstance(operands[0][1], OneUnit) or isinstance(info, OneUnit):
                 return self._of_one_unit(name, args, kwargs, operands, out, info)
-            self.require_constants_alike(name, args, kwargs, out, info)
+            if has_constants:
+                self.require_constants_alike(name, args, kwargs, out, info)
             return info
         except UnitsMixedError:
             if torch.is_grad_enabled():

@@ -86,7 +86,7 @@ def prepare(
     training, privacy = config.training, config.privacy
     if processes.several:
         try:
-            shard_tables(model, config.distributed.sharding)
+            shard_tables(model, config.distributed.of_tables)
         except UnsupportedError as error:
             raise ConfigError(f"distributed.sharding: {config.distributed.sharding}: {error}") from error
         take_from_disk(model)
@@ -154,10 +154,11 @@ def refuse_together(config: Config) -> None:
             "distributed.sharding: with data_parallel every process has all tables whole, and lazydp settles a row where it is "
             "read, of which the others would not hear. Choose row_wise, table_wise or column_wise"
         )
-    if divided and config.loss == "softmax":
+    if divided and config.distributed.sharding != "planned" and config.loss == "softmax":
         raise ConfigError(
             "loss: softmax compares with all rows of a table in every step, and here they are divided among the processes. "
-            "Choose sampled_softmax or binary_candidates with training.negatives, or distributed.sharding=data_parallel"
+            "Choose sampled_softmax or binary_candidates with training.negatives, or distributed.sharding=data_parallel (or "
+            "planned, with a copy of that table on each)"
         )
 
 

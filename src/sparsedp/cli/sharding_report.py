@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from sparsedp.cli.arguments import positive_count
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data
+from sparsedp.cli.config.load import dump_config
 from sparsedp.cli.config.losses import Loss
 from sparsedp.cli.prepare import Prepared, forward
+from sparsedp.distributed.on_disk import LARGE
 from sparsedp.distributed.sharding import Sharding, choose_sharding, in_bytes, parse_bytes
 from sparsedp.distributed.sizes import Held, TableUse, Work
 from sparsedp.errors import ConfigError, UnsupportedError
@@ -95,6 +97,7 @@ def sharding_report(
         together, per_rank, read = {}, {}, {}
     looked_up = lookups_of(model, parts.loss, parts.data)
     examples_per_unit = parts.loader.expected_examples / parts.loader.expected_units
+    collected, bags = tables_of_collections(model)
     uses = []
     for name in sorted(tables & trained.keys()):
         parameter, found, part = trained[name], looked_up.get(name, Lookups()), per_rank.get(name)
@@ -108,7 +111,7 @@ def sharding_report(
         uses.append(
             TableUse(
                 name, parameter.shape[0], parameter.shape[1], parameter.element_size(), found.calls, found.ids,
-                pooled=found.pooled, weighted=found.weighted, whole=whole,
+                pooled=name in bags, weighted=name in bags and found.weighted, whole=whole, apart=name not in collected,
                 touched=None if part is None else part.touched, passed=None if part is None else part.passed,
                 touched_by_all=None if name not in together else together[name].touched,
                 read=None if name not in read else read[name].touched * batches,
@@ -125,8 +128,43 @@ def sharding_report(
         state_share=config.optimizer.table_state_share(),
     )
     work = Work(examples, plan.mechanism, sum(p.numel() for p in dense), batches)
-    chosen = choose_sharding(uses, asked.ranks, asked.hosts, asked.memory, work=work, held=held)
-    return _as_dict(chosen, asked, uses)
+    chosen = choose_sharding(uses, asked.ranks, asked.hosts, asked.memory, work=work, held=held, by_shard_tables=True)
+    places = dict.fromkeys(sorted(tables - trained.keys()), "data_parallel") | chosen.places
+    # Until it is divided, each process has the whole model, with large weights in files.
+    on_disk = sum(p.nbytes for p in model.parameters() if p.nbytes >= LARGE)
+    return {
+        **_as_dict(chosen, asked, uses),
+        "config": as_config(places),
+        "disk_bytes_per_host": on_disk * (asked.ranks // asked.hosts)
+        if as_config(places)["sharding"] != "data_parallel"
+        else 0,
+        "check_bytes_of_the_first_rank": 3 * sum(p.nbytes for p in model.parameters()) if config.training.check else 0,
+    }
+
+
+def as_config(places: Mapping[str, str]) -> dict[str, Any]:
+    """What a configuration says under `distributed` to have its tables there."""
+    kinds = set(places.values())
+    if len(kinds) == 1 and kinds <= {"row_wise", "data_parallel"}:
+        return {"sharding": kinds.pop()}
+    return {"sharding": "planned", "tables": dict(places)}
+
+
+def tables_of_collections(model: nn.Module) -> tuple[set[str], set[str]]:
+    """The tables that are in a collection of TorchRec's, and those of these whose rows are added up where they are."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    collected: set[str] = set()
+    bags: set[str] = set()
+    for module in model.modules():
+        kind = type(module).__name__
+        if type(module).__module__.startswith("torchrec.") and kind in (
+            "EmbeddingBagCollection",
+            "EmbeddingCollection",
+        ):
+            tables = {names[id(p)] for p in module.parameters()}
+            collected |= tables
+            bags |= tables if kind == "EmbeddingBagCollection" else set()
+    return collected, bags
 
 
 @dataclass
@@ -135,7 +173,6 @@ class Lookups:
 
     calls: float = 0.0
     ids: float = 0.0
-    pooled: bool = True
     weighted: bool = False
 
 
@@ -150,8 +187,6 @@ def lookups_of(model: nn.Module, loss: Loss, data: Data) -> dict[str, Lookups]:
         ids = args[0] if args else kwargs["input"]
         one = found.setdefault(names[id(module.weight)], Lookups())
         is_bag = isinstance(module, nn.EmbeddingBag)
-        # One id for each example is a bag of one.
-        one.pooled &= is_bag or ids.numel() == count
         one.weighted |= is_bag and (len(args) > 2 or kwargs.get("per_sample_weights") is not None)
         one.calls += 1
         one.ids += ids.numel() / count
@@ -265,7 +300,15 @@ def print_sharding(console: Console, report: dict[str, Any]) -> None:
     host = in_bytes(several["memory_bytes_of_the_fullest_host"])
     given = "" if several["host_memory_bytes"] is None else f" of {in_bytes(several['host_memory_bytes'])}"
     totals.add_row("  a host", f"{host}{given}")
+    if check := several["check_bytes_of_the_first_rank"]:
+        totals.add_row(
+            "check", f"{in_bytes(check)} of the first process before tables are divided (training.check: false)"
+        )
+    if disk := several["disk_bytes_per_host"]:
+        totals.add_row("disk", f"{in_bytes(disk)} of a host, beside the run's folder, while the tables are divided")
     console.print(totals)
+    console.print("What sparsedp train then does so, in the configuration:", highlight=False)
+    console.print(dump_config({"distributed": several["config"]}), markup=False, highlight=False, soft_wrap=True)
     if several["advice"]:
         console.print(several["advice"], markup=False, soft_wrap=True)
 

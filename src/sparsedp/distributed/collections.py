@@ -179,13 +179,20 @@ class _ImageMethods:
 
     def _require_rows(self, parts: Mapping[str, Tensor]) -> None:
         """Raises if an id of a feature is not a row of the feature's table."""
-        for (key, names), table in zip(self.features().items(), self.tables().values()):
+        rows = {key: table.weight.shape[0] for key, table in self.tables().items()}
+        looked_up = [(key, parts[name]) for key, names in self.features().items() for name in names]
+        ids = torch.cat([part for _, part in looked_up])
+        limits = torch.tensor([rows[key] for key, _ in looked_up])
+        limits = limits.repeat_interleave(torch.tensor([len(part) for _, part in looked_up]))
+        if not ((ids < 0) | (ids >= limits)).any():  # one look for all features
+            return
+        for key, names in self.features().items():
             for name in names:
-                least, most = parts[name].aminmax() if len(parts[name]) else (0, 0)
-                if not 0 <= int(least) <= int(most) < table.weight.shape[0]:
-                    wrong = int(least) if int(least) < 0 else int(most)
+                least, most = map(int, parts[name].aminmax()) if len(parts[name]) else (0, 0)
+                if not 0 <= least <= most < rows[key]:
+                    wrong = least if least < 0 else most
                     raise IndexError(
-                        f"Feature {name}: id {wrong} is not a row of table '{key}', which has {table.weight.shape[0]}."
+                        f"Feature {name}: id {wrong} is not a row of table '{key}', which has {rows[key]}."
                     )
 
     def _hand_out(self, found: Any) -> None:

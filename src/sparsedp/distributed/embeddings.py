@@ -8,9 +8,9 @@ for TorchRec's own collections (`collections.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,13 @@ from torch import Tensor, nn
 
 from sparsedp._torch import without_functions
 from sparsedp.capture.ops import absent
+from sparsedp.distributed.placement import read_place
 from sparsedp.distributed.requirements import require_torchrec
 from sparsedp.errors import UnsupportedError
+from sparsedp.tables import find_tables
+
+if TYPE_CHECKING:
+    from sparsedp.distributed.sharding import Sharding
 
 SHARDINGS = ("row_wise", "table_wise", "column_wise", "data_parallel")
 _MULTIPLE = 4  # of columns: what FBGEMM's kernels take
@@ -194,17 +199,24 @@ def make_image_of(divided: DividedEmbedding | DividedBag, weight: nn.Parameter |
 # ---------------------------------------------------------------------- a model with tables in it
 
 
-def shard_tables(model: nn.Module, sharding: str = "row_wise") -> None:
+def shard_tables(model: nn.Module, sharding: str | Mapping[str, str] | Sharding = "row_wise") -> None:
     """Divides the tables of a model among the processes of the default group, in place; all of them call it.
 
     `sharding` is "row_wise" (each process has a range of rows of every table), "table_wise" (each table is on one process, so
     that all have about as much), "column_wise" (each process has some columns) or "data_parallel" (every process has all
-    tables, and nothing is done). Tables are those of nn.Embedding, nn.EmbeddingBag and of TorchRec's collections. Each process
-    has the same weights before, and keeps its part of them. An optimizer is made afterwards.
+    tables, and nothing is done). Or it says for each table, by the name of its weight, which of these it is and on which
+    ranks: what `choose_sharding` returns, or texts such as "table_wise 3", "column_wise 0 2" and "row_wise". Tables are those
+    of nn.Embedding, nn.EmbeddingBag and of TorchRec's collections. Each process has the same weights before, and keeps its part
+    of them. An optimizer is made afterwards.
     """
-    if sharding not in SHARDINGS:
-        raise UnsupportedError(f"sharding must be one of {', '.join(SHARDINGS)}, not {sharding!r}")
-    if sharding == "data_parallel" or dist.get_world_size() == 1:
+    if isinstance(sharding, str):
+        if sharding not in SHARDINGS:
+            raise UnsupportedError(f"sharding must be one of {', '.join(SHARDINGS)}, not {sharding!r}")
+        places = None
+    else:
+        places = dict(sharding if isinstance(sharding, Mapping) else sharding.places)
+        _require_places(places, find_tables(model))
+    if dist.get_world_size() == 1 or set([sharding] if places is None else places.values()) == {"data_parallel"}:
         return
     require_torchrec()
     collections = list(_collections(model))
@@ -214,6 +226,8 @@ def shard_tables(model: nn.Module, sharding: str = "row_wise") -> None:
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and not f"{name}.".startswith(inside):
             by_weight.setdefault(id(module.weight), []).append((name, module))
     weights = {f"{parts[0][0]}.weight".lstrip("."): parts for parts in by_weight.values()}
+    if places is not None:
+        weights = {name: parts for name, parts in weights.items() if places[name] != "data_parallel"}
     sizes = {name: parts[0][1].weight for name, parts in weights.items()}
     sizes |= {f"{name}.{key}": weight for name, part in collections for key, weight in part.named_parameters()}
     for name, weight in sizes.items():
@@ -221,7 +235,8 @@ def shard_tables(model: nn.Module, sharding: str = "row_wise") -> None:
             raise UnsupportedError(
                 f"Table '{name}' is {weight.dtype} on {weight.device}; tables of float32 on the CPU are divided."
             )
-    plans = _plans({name: (len(weight), weight.shape[1]) for name, weight in sizes.items()}, sharding)
+    shapes = {name: (len(weight), weight.shape[1]) for name, weight in sizes.items()}
+    plans = _plans(shapes, str(sharding)) if places is None else _plans_of(shapes, places)
     for name, parts in weights.items():
         _divide(model, name, parts, plans[name])
     for name, collection in collections:
@@ -236,17 +251,69 @@ def _collections(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def _require_places(places: Mapping[str, str], tables: Iterable[str]) -> None:
+    """Raises if the places of tables are not those of the model's tables, or none of these ranks."""
+    ranks = dist.get_world_size()
+    different = sorted(places.keys() ^ set(tables))
+    if different:
+        problem = (
+            "is no table of the model"
+            if different[0] in places
+            else "is a table of the model, of which nothing is said"
+        )
+        raise UnsupportedError(f"The places of tables are of another model: '{different[0]}' {problem}. Plan again.")
+    for name, text in places.items():
+        try:
+            _, numbers = read_place(text)
+        except ValueError as error:
+            raise UnsupportedError(f"Table '{name}': {error}.") from None
+        if numbers and max(numbers) >= ranks:
+            raise UnsupportedError(
+                f"Table '{name}' is planned for rank {max(numbers)}, and there are {ranks} processes: plan for as many "
+                f"(sparsedp plan CONFIG --nproc {ranks}), or choose row_wise."
+            )
+
+
+def _require_columns(name: str, dim: int, parts: int = 1) -> None:
+    if dim % (_MULTIPLE * parts) == 0:
+        return
+    if dim % _MULTIPLE == 0:
+        raise UnsupportedError(
+            f"Table '{name}' has {dim} columns, which {parts} processes cannot have in multiples of {_MULTIPLE}."
+        )
+    raise UnsupportedError(
+        f"Table '{name}' has {dim} columns, and the kernels under TorchRec take multiples of {_MULTIPLE}. Give it such a "
+        "number (of a bundled model: model.dim), or leave tables whole on every process: data_parallel."
+    )
+
+
+def _plans_of(sizes: Mapping[str, tuple[int, int]], places: Mapping[str, str]) -> dict[str, Any]:
+    """As `_plans`, where a place is said of each table."""
+    from torchrec.distributed import sharding_plan as torchrec
+
+    plans: dict[str, Any] = {}
+    for name, (_, dim) in sizes.items():
+        kind, ranks = read_place(places[name])
+        if kind == "data_parallel":  # in a collection
+            plans[name] = torchrec.data_parallel()
+            continue
+        _require_columns(name, dim, max(1, len(ranks)))
+        if kind == "row_wise":
+            plans[name] = torchrec.row_wise(compute_kernel="fused")
+        elif kind == "table_wise":
+            plans[name] = torchrec.table_wise(rank=ranks[0], compute_kernel="fused")
+        else:
+            plans[name] = torchrec.column_wise(ranks=list(ranks), compute_kernel="fused")
+    return plans
+
+
 def _plans(sizes: Mapping[str, tuple[int, int]], sharding: str) -> dict[str, Any]:
     """Where the parts of each table (rows, dim) go."""
     from torchrec.distributed.sharding_plan import column_wise, row_wise, table_wise
 
     ranks = dist.get_world_size()
     for name, (_, dim) in sizes.items():
-        if dim % _MULTIPLE:
-            raise UnsupportedError(
-                f"Table '{name}' has {dim} columns, and the kernels under TorchRec take multiples of {_MULTIPLE}. Give it such a "
-                "number (of a bundled model: model.dim), or leave tables whole on every process: data_parallel."
-            )
+        _require_columns(name, dim)
     load = [0] * ranks
     plans: dict[str, Any] = {}
     for name, (rows, dim) in sorted(sizes.items(), key=lambda item: -item[1][0] * item[1][1]):  # the largest first
@@ -297,6 +364,9 @@ def _shard_collection(model: nn.Module, name: str, collection: Any, plans: Mappi
     plan = construct_module_sharding_plan(collection, of_tables, local_size=ranks, world_size=ranks, device_type="cpu")
     sharded: Any = shard(collection, plan, device=torch.device("cpu"))
     for key, value in sharded.state_dict().items():
+        if isinstance(value, Tensor):  # of a table that every process has whole
+            value.copy_(weights[key])
+            continue
         for local in value.local_shards():
             begin, size = local.metadata.shard_offsets, local.metadata.shard_sizes
             local.tensor.copy_(weights[key][tuple(slice(b, b + s) for b, s in zip(begin, size))])

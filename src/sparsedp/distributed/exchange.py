@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsedp.capture import RowSpace, RowSparse
 from sparsedp.errors import SparseDPError
-from sparsedp.kernels.loops import find
+from sparsedp.kernels.loops import distinct_with_places, find
 from sparsedp.tables import RowExchange
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class ProcessExchange(RowExchange):
         self._sent = [sum(e - b for b, e in edges) for edges in self._edges]
         self._received = self._counts.sum(1).tolist()
         arrived = ranks.all_to_all(rows[self._at], self._sent, self._received)
-        self.rows, self._places = torch.unique(arrived, return_inverse=True)
+        self.rows, self._places = distinct_with_places(arrived)
         # Of what is sent and of what arrives: whether the row is selected. None: all are.
         self._own_mask: Tensor | None = None
         self._mask: Tensor | None = None
@@ -133,9 +133,12 @@ class ProcessExchange(RowExchange):
                 if name in self._ranks.placement.replicated:
                     kept[begin:end] = False
             rows, values = rows[kept], values[kept]
-        every_row, every_value = self._ranks.gather(rows), self._ranks.gather(values)
-        distinct, places = torch.unique(every_row, return_inverse=True)
-        return distinct, every_value.new_zeros(len(distinct)).index_add_(0, places, every_value)
+        # In one message: the bits of the numbers lie behind the rows.
+        pairs = [part.view(2, -1) for part in self._ranks.gather(torch.cat([rows, values.double().view(torch.int64)]))]
+        every_row, bits = torch.cat(pairs, 1)
+        every_value = bits.view(torch.float64)
+        ascending, places = distinct_with_places(every_row)
+        return ascending, every_value.new_zeros(len(ascending)).index_add_(0, places, every_value)
 
 
 def split_by(values: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-_LARGE = 1 << 26  # bytes; smaller tensors are made as ever
+LARGE = 1 << 26  # bytes; smaller tensors are made as ever
 
 
 @contextmanager
-def large_tensors_on_disk(folder: Path, large: int = _LARGE) -> Iterator[None]:
+def large_tensors_on_disk(folder: Path, large: int = LARGE) -> Iterator[None]:
     """Within it, what torch.empty makes of at least `large` bytes lies in a file in `folder`, which goes with the tensor.
 
     The weights of torch's modules are made by torch.empty; what is then drawn into them is the same.

@@ -9,6 +9,23 @@ from functools import cached_property
 from sparsedp.tables import Shard
 
 
+def read_place(text: str) -> tuple[str, tuple[int, ...]]:
+    """The kind of sharding and the ranks of the parts, of a text such as "row_wise", "table_wise 3" or "column_wise 0 2"."""
+    kind, *numbers = text.split()
+    ranks = tuple(int(number) for number in numbers if number.isdecimal())
+    counted = {
+        "row_wise": not ranks,
+        "data_parallel": not ranks,
+        "table_wise": len(ranks) == 1,
+        "column_wise": bool(ranks),
+    }
+    if not counted.get(kind) or len(ranks) < len(numbers) or len(set(ranks)) < len(ranks):
+        raise ValueError(
+            f'expected "row_wise", "data_parallel", "table_wise R" or "column_wise R R ...", with numbers of ranks; got {text!r}'
+        )
+    return kind, ranks
+
+
 @dataclass(frozen=True)
 class PlacedShard:
     """A part of a table, on the rank that owns it."""

@@ -127,12 +127,12 @@ class ProcessRanks(Ranks):
             dist.all_to_all_single(out, values.contiguous(), list(received), list(sent), group=self.group)
         return out
 
-    def gather(self, values: Tensor) -> Tensor:
-        """What all ranks have, (n,) each, end to end."""
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """What each rank has, (n,) with n of its own."""
         sizes = self._all_gather(torch.tensor([len(values)])).flatten().tolist()
         padded = values.new_zeros(max(sizes))
         padded[: len(values)] = values
-        return torch.cat([part[:size] for part, size in zip(self._all_gather(padded), sizes)])
+        return [part[:size] for part, size in zip(self._all_gather(padded), sizes)]
 
     def _all_gather(self, values: Tensor) -> Tensor:
         """What all ranks have, of one shape: (ranks, ...)."""

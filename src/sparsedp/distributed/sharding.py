@@ -48,6 +48,12 @@ class TableSharding:
     def kernel(self) -> str:
         return "dense" if any(len(part.shard.columns) % _COLUMNS for part in self.parts) else "fused"
 
+    @property
+    def place(self) -> str:
+        """As `shard_tables` reads it: "row_wise", "table_wise 3", "column_wise 0 2"."""
+        numbered = self.kind in ("table_wise", "column_wise")
+        return " ".join([self.kind, *(map(str, self.ranks) if numbered else ())])
+
     def for_torchrec(self) -> Any:
         """What TorchRec's `construct_module_sharding_plan` takes for the table."""
         from torchrec.distributed import sharding_plan as torchrec
@@ -77,6 +83,11 @@ class Sharding:
     advice: str | None = None  # why it does not fit, and what would; None: it fits, or nobody said into what
 
     @property
+    def places(self) -> dict[str, str]:
+        """Of each table, as `shard_tables` takes it."""
+        return {name: choice.place for name, choice in self.tables.items()}
+
+    @property
     def memory_of_ranks(self) -> np.ndarray:
         return np.sum(list(self.memory.values()), axis=0)
 
@@ -92,12 +103,14 @@ class Sharding:
 
 def choose_sharding(
     tables: Iterable[TableUse], ranks: int, hosts: int = 1, memory: float | None = None, *,
-    work: Work | None = None, held: Held | None = None,
+    work: Work | None = None, held: Held | None = None, by_shard_tables: bool = False,
 ) -> Sharding:  # fmt: skip
     """For each table the kind of sharding, and the ranks, that send least among those that fit.
 
     `memory` is that of each host, in bytes; None: it is not limited. What is not said of the `work` of a step is taken to be
-    DP-SGD with 64 examples on a rank. Whether the result fits is for the caller to ask: `fits`, or `require_fits()`.
+    DP-SGD with 64 examples on a rank. Whether the result fits is for the caller to ask: `fits`, or `require_fits()`. With
+    `by_shard_tables` there is nothing in it that `shard_tables` cannot do: no table_row_wise, and tables are divided only if
+    their columns are a multiple of 4.
     """
     if ranks < 1 or hosts < 1 or ranks % hosts:
         raise UnsupportedError(
@@ -109,7 +122,7 @@ def choose_sharding(
     limit = None if memory is None else _FULL * memory / cluster.ranks_per_host
     best = None
     for by_memory in (False, True):  # with the least traffic on one rank, or where there is most room
-        chosen = _Chooser(ordered, cluster, work, held, limit, by_memory).choose()
+        chosen = _Chooser(ordered, cluster, work, held, limit, by_memory, by_shard_tables).choose()
         best = chosen if best is None or chosen.memory_of_ranks.max() < best.memory_of_ranks.max() else best
         if chosen.fits:
             return chosen
@@ -121,10 +134,11 @@ class _Chooser:
     """Places tables one after another, the largest first."""
 
     def __init__(
-        self, tables: Sequence[TableUse], cluster: Cluster, work: Work, held: Held, limit: float | None, by_memory: bool
-    ) -> None:
+        self, tables: Sequence[TableUse], cluster: Cluster, work: Work, held: Held, limit: float | None, by_memory: bool,
+        by_shard_tables: bool,
+    ) -> None:  # fmt: skip
         self.tables, self.cluster, self.work, self.held, self.limit = tables, cluster, work, held, limit
-        self.by_memory = by_memory
+        self.by_memory, self.by_shard_tables = by_memory, by_shard_tables
         fixed = {name: getattr(held, name) for name in ("process", "data", "dense", "activations")}
         fixed["rows chosen beforehand"] = prepared_bytes(tables, work.mechanism)
         self.fixed = fixed
@@ -179,10 +193,18 @@ class _Chooser:
         loads = self.used if self.by_memory else self.sent
         order = np.lexsort((self.used, loads)).tolist()
         everywhere = tuple(PlacedShard(rank, Shard(rows, dim)) for rank in range(ranks))
-        if not table.whole:
+        is_divided = not table.whole and not (self.by_shard_tables and table.dim % _COLUMNS)
+        if is_divided:
             yield TableSharding("table_wise", (order[0],), (PlacedShard(order[0], Shard(rows, dim)),))
-        yield TableSharding("data_parallel", tuple(range(ranks)), everywhere)
-        if table.whole:
+        if self._copies(table):
+            yield TableSharding("data_parallel", tuple(range(ranks)), everywhere)
+        elif not is_divided:
+            raise UnsupportedError(
+                f"Table '{table.name}' has {table.dim} columns, and what is divided has a multiple of {_COLUMNS} (of a bundled "
+                f"model: model.dim). {self.work.mechanism.name} cannot train copies: a rank that reads rows would settle them, "
+                "and the others would not hear of it."
+            )
+        if not is_divided:
             return
         for count in range(2, min(ranks, table.dim // _COLUMNS) + 1):
             if table.dim % (count * _COLUMNS) == 0:
@@ -190,13 +212,17 @@ class _Chooser:
                 columns = [range(at * width, (at + 1) * width) for at in range(count)]
                 parts = tuple(PlacedShard(rank, Shard(rows, cut)) for rank, cut in zip(owners, columns))
                 yield TableSharding("column_wise", tuple(owners), parts)
-        if table.pooled and 1 < local < ranks:  # TorchRec has it for bags alone
+        if table.pooled and 1 < local < ranks and not self.by_shard_tables:  # TorchRec has it for bags alone
             host = min(range(self.cluster.hosts), key=lambda host: max(loads[r] for r in self.cluster.ranks_of(host)))
             yield TableSharding(
                 "table_row_wise", tuple(self.cluster.ranks_of(host)), _by_rows(table, self.cluster.ranks_of(host)), host
             )
         if ranks > 1:
             yield TableSharding("row_wise", tuple(range(ranks)), _by_rows(table, range(ranks)))
+
+    def _copies(self, table: TableUse) -> bool:
+        """Whether every rank may have the table as a whole: not one that is looked up where it is, if noise waits for that."""
+        return not (self.by_shard_tables and table.apart and self.work.mechanism.noise_waits)
 
     def _advice(self) -> str | None:
         """What is too much for the fullest rank, and what would help."""

@@ -47,6 +47,7 @@ class TableUse:
         None  # distinct rows that the units of all ranks touch; None: no two ranks touch the same
     )
     read: float | None = None  # distinct rows that physical batches look up, each counted by itself; None: `touched`
+    apart: bool = False  # in a collection of its own, as shard_tables makes them: each lookup has messages of its own
 
     @property
     def bytes(self) -> int:
@@ -145,8 +146,10 @@ def sent_for_table(
 
     if kind != "data_parallel":
         ids = _NUMBER + (_FLOAT if table.weighted else 0)
-        every = np.ones(len(parts))
-        sent.ids += to_others(every * table.features * examples * _NUMBER + shares * table.lookups * examples * ids)
+        lengths = np.ones(len(parts)) * (
+            work.physical_batches if table.apart else examples
+        )  # apart, of all ids together
+        sent.ids += to_others(lengths * table.features * _NUMBER + shares * table.lookups * examples * ids)
         vectors = examples * (table.features if table.pooled else table.lookups)
         if not table.pooled or kind in ("table_wise", "column_wise"):
             sent.lookups += from_owners(shares * widths * vectors * _FLOAT)
@@ -208,24 +211,27 @@ def sent_in_step(
     sent.dense += _summed(work.dense * _FLOAT, ranks)
     if mechanism.selects_by_sum:
         sent.picks += 2 * _NUMBER * others * _most_owned(tables, placed, cluster, work)
-    lookups = {(table.pooled, placed[table.name][0]) for table in tables if placed[table.name][0] != "data_parallel"}
-    collections = {table.pooled for table in tables}
+    # In a physical batch: for each collection and kind, or for each time that a table is looked up which is apart.
+    divided = [table for table in tables if placed[table.name][0] != "data_parallel"]
+    apart = sum(table.features for table in divided if table.apart)
+    lookups = apart + len({(table.pooled, placed[table.name][0]) for table in divided if not table.apart})
+    collections = apart + len({table.pooled for table in tables if not table.apart})
     weighted = any(table.weighted for table in tables)
     batches = work.physical_batches
     shards = np.zeros(ranks)
     for _, parts in placed.values():
         shards += np.bincount([part.rank for part in parts], minlength=ranks)
-    settlings = len(collections) * batches if mechanism.noise_waits else 0
+    settlings = collections * batches if mechanism.noise_waits else 0
     exchanges = 1 if tables else 0
     # Sizes of the ids that follow, of the rows of each shard that follow; step, batch and a sum of bits; whether it went well.
-    sent.agreement += len(lookups) * batches * (3 + weighted) * _NUMBER * others
-    sent.agreement += (exchanges + settlings / max(len(collections), 1)) * _NUMBER * (shards.sum() - shards)
+    sent.agreement += lookups * batches * (3 + weighted) * _NUMBER * others
+    sent.agreement += (exchanges + settlings / max(collections, 1)) * _NUMBER * (shards.sum() - shards)
     sent.agreement += (3 * _NUMBER + 1) * others
     # All-to-alls: sizes, lengths, ids and results of a lookup; sizes and rows of an exchange, and what is said of the rows.
-    messages = len(lookups) * batches * (4 + weighted) + 2 * settlings + 3 * exchanges
+    messages = lookups * batches * (4 + weighted) + 2 * settlings + 3 * exchanges
     messages += (mechanism.contribution_clip is not None) + mechanism.selects + mechanism.selects_by_sum
     messages += 2 if work.dense else 0  # a sum goes round the ring twice
-    gathers = 2 + (4 if mechanism.selects_by_sum else 0)
+    gathers = 2 + (2 if mechanism.selects_by_sum else 0)
     sent.headers += (messages * _HEADER + gathers * _GATHER_HEADER) * others
     return sent
 

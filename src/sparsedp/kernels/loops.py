@@ -47,6 +47,14 @@ def group(keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return distinct, torch.cat([counts.new_zeros(1), counts.cumsum(0)]), order
 
 
+def distinct_with_places(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """As torch.unique(keys, return_inverse=True), of keys that are not negative."""
+    ascending, begin, positions = group(keys)
+    places = torch.empty_like(positions)
+    places[positions] = numbered(begin)
+    return ascending, places
+
+
 def numbered(begin: Tensor) -> Tensor:
     """The group of each position, (P,), where group r has the positions begin[r] to begin[r + 1] - 1."""
     if compiled(begin):

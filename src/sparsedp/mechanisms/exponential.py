@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sparsedp.accounting import ExponentialMechanismDpEvent
 from sparsedp.capture import Captured, RowSpace, RowSparse
-from sparsedp.kernels.loops import find
+from sparsedp.kernels.loops import distinct_with_places, find
 from sparsedp.mechanisms.base import Mechanism, Step
 from sparsedp.mechanisms.expectation import Expected, RowCounts
 from sparsedp.noise import RandomKey, draw_marked_rows, one_gumbel_each
@@ -83,7 +83,7 @@ class ExponentialSelection(Mechanism):
 
 def _row_sums(batch: Sequence[Captured], space: RowSpace, step: Step) -> dict[str, RowSparse]:
     """The clipped sum's gradient of each table, on the rows that are touched."""
-    totals: dict[str, Tensor] = {}
+    totals: dict[str, list[RowSparse]] = {}
     for captured in batch:
         if not captured.uses:  # an empty batch
             continue
@@ -94,13 +94,20 @@ def _row_sums(batch: Sequence[Captured], space: RowSpace, step: Step) -> dict[st
             if name in captured.uses:
                 table = step.tables[name]
                 total = captured.uses[name].weighted_sum(weights.to(table.dtype), table.shape)
-                if isinstance(total, RowSparse):
-                    total = torch.sparse_coo_tensor(total.rows[None], total.values, table.shape, check_invariants=False)
-                else:
-                    total = total.to_sparse(1)
-                totals[name] = totals[name] + total if name in totals else total
-    merged = {name: total.coalesce() for name, total in totals.items()}
-    return {name: RowSparse(total.indices()[0], total.values()) for name, total in merged.items()}
+                if not isinstance(total, RowSparse):
+                    rows = total.any(1).nonzero()[:, 0]
+                    total = RowSparse(rows, total[rows])
+                totals.setdefault(name, []).append(total)
+    return {name: _added_up(parts) for name, parts in totals.items()}
+
+
+def _added_up(parts: Sequence[RowSparse]) -> RowSparse:
+    """The sum of some, each of distinct rows, ascending."""
+    if len(parts) == 1:
+        return parts[0]
+    rows, places = distinct_with_places(torch.cat([part.rows for part in parts]))
+    values = torch.cat([part.values for part in parts])
+    return RowSparse(rows, values.new_zeros(len(rows), *values.shape[1:]).index_add_(0, places, values))
 
 
 def _row_norms(exchange: RowExchange, sums: Mapping[str, RowSparse]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsedp.capture.uses.base import Bucket, RowNorms, Use, places_among, sum_by_unit
 from sparsedp.errors import SparseDPError
-from sparsedp.kernels.loops import group, squared_rows, squared_sums
+from sparsedp.kernels.loops import distinct_with_places, group, squared_rows, squared_sums
 
 
 class RowSparse(NamedTuple):
@@ -154,7 +154,8 @@ class Lookup(Use):
 
 def sum_rows(ids: Tensor, values: Tensor) -> RowSparse:
     """Sums `values` (n, d) over equal ids; negative ids are dropped."""
-    rows, inverse = torch.unique(ids, return_inverse=True)
+    rows, inverse = distinct_with_places(ids + 1)
+    rows -= 1
     exact = values.to(_sum_dtype(values.dtype, ids.numel(), rows.numel()))
     sums = exact.new_zeros(rows.numel(), values.shape[1]).index_add_(0, inverse, exact).to(values.dtype)
     if rows.numel() and int(rows[0]) < 0:

@@ -19,6 +19,7 @@ from sparsedp.cli.config.paths import absolute, absolute_with_variables
 from sparsedp.cli.config.schema import OneOf, Range, SchemaError, suggestion
 from sparsedp.cli.config.trust import Code
 from sparsedp.cli.counts import read_public_counts, read_release
+from sparsedp.distributed.placement import read_place
 from sparsedp.errors import ConfigError, SparseDPError, UnsupportedError
 from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
@@ -332,8 +333,27 @@ def _with_counts(values: Mapping[str, Any], counts: dict[str, Any]) -> dict[str,
 class DistributedConfig:
     """How several processes train together (`--nproc`, torchrun); nothing to one."""
 
-    sharding: Literal["row_wise", "table_wise", "column_wise", "data_parallel"] = "row_wise"
+    sharding: Literal["row_wise", "table_wise", "column_wise", "data_parallel", "planned"] = "row_wise"
+    tables: dict[str, Any] = field(default_factory=dict)
     rank_timeout: Positive = 60.0
+
+    def __post_init__(self) -> None:
+        if (self.sharding == "planned") != bool(self.tables):
+            raise SchemaError(
+                "tables",
+                "where each table is goes with sharding: planned, and the one with the other; sparsedp plan CONFIG --nproc N "
+                "writes both",
+            )
+        for name, text in self.tables.items():
+            try:
+                read_place(text if isinstance(text, str) else repr(text))
+            except ValueError as error:
+                raise SchemaError(f"tables.{name}", str(error)) from None
+
+    @property
+    def of_tables(self) -> str | dict[str, str]:
+        """What `shard_tables` takes."""
+        return self.tables if self.sharding == "planned" else self.sharding
 
 
 @dataclass(frozen=True)
