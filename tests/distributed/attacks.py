@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -439,6 +440,10 @@ def _die(*args: Any, **kwargs: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _stop(*args: Any, **kwargs: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def _at(owner: Any, name: str, before: bool) -> None:
     """Lets this rank be killed before or after the function does its work."""
     once = getattr(owner, name)
@@ -457,19 +462,22 @@ MOMENTS: dict[str, Callable[[], None]] = {
     "before the rename": lambda: _at(os, "replace", before=True),
     "after the rename": lambda: _at(os, "replace", before=False),
     "while the last one is removed": lambda: setattr(shutil, "rmtree", _while_removing),
+    "stopped within a file": lambda: setattr(os, "fsync", _stop),
 }
+TIMEOUT, GRACE = 4.0, 2.0  # seconds
 
 
-def killed_in_save(path: str, moment: str, killed: int) -> str:
-    """A rank is killed in its second save; what the others say of it."""
-    ranks._GRACE = 2.0
-    run = _fresh("lazydp by step", momentum=0.9)
+def killed_in_save(path: str, moment: str, killed: int) -> tuple[str, float]:
+    """A rank is killed in its second save; what the others say of it, and the seconds until they do."""
+    ranks._GRACE = GRACE
+    run = _fresh("lazydp by step", momentum=0.9, timeout=TIMEOUT)
     train(run, 2)
     run[0].save_checkpoint(path)
     train(run, 4)
     if dist.get_rank() == killed:
         MOMENTS[moment]()
-    return _said(lambda: run[0].save_checkpoint(path))
+    begin = time.monotonic()
+    return _said(lambda: run[0].save_checkpoint(path)), time.monotonic() - begin
 
 
 def two_saves(path: str) -> None:

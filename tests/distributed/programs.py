@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
 import os
 import signal
 import socket
 import struct
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -381,26 +383,97 @@ def resume(
     }
 
 
-def lose(path: str, when: int, how: str, timeout: float = 60.0) -> str:
-    """Rank 1 is killed or stopped in step `when`, after a checkpoint; the others say what they are told."""
-    sparsedp.distributed.ranks._GRACE = 4.0
+GRACE = 4.0  # seconds in which ranks that are there say so
+
+
+def lose(path: str, when: int, how: str, timeout: float = 60.0) -> tuple[str, float]:
+    """Rank 1 is killed or stopped in step `when`, after a checkpoint; what the others are told, seconds after the last step."""
+    sparsedp.distributed.ranks._GRACE = GRACE
     run = begin(sharded(make(with_country=False), "row_wise"), "adafest", seed=None, timeout=timeout)
     engine, module = run[:2]
 
     def after(step: int) -> None:
         if step == when - 2:
             engine.save_checkpoint(path)
+        ended[:] = [time.monotonic()]
+
+    ended: list[float] = []
 
     def before(module: Any, args: Any) -> None:
         if engine.ledger.steps == when - 1 and dist.get_rank() == 1 and module.training:
             os.kill(os.getpid(), getattr(signal, how))
 
     module.over.register_forward_pre_hook(before)
-    try:
-        train(run, STEPS, after)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing happened"
+    said = _said(lambda: train(run, STEPS, after))
+    return said, time.monotonic() - ended[0]
+
+
+class _SlowFile(io.BytesIO):
+    """Whose first large piece takes as long as three timeouts."""
+
+    slept = False
+
+    def write(self, data: Any) -> int:
+        if len(data) > 256 and not self.slept:
+            self.slept = True
+            time.sleep(3 * SHORT)
+        return super().write(data)
+
+
+SHORT = 2.0  # seconds: a timeout that is waited for
+
+
+def slow(folder: str) -> dict[str, Any]:
+    """What takes three timeouts on one rank alone: an export, settling, files, their digests, an evaluation."""
+    from sparsedp.distributed import checkpoint
+
+    rank, path = dist.get_rank(), str(Path(folder) / "checkpoint")
+    before = training.get_timeout(dist.group.WORLD)
+    run = begin(sharded(make(with_country=False), "row_wise"), "lazydp", timeout=SHORT)
+    engine = run[0]
+    train(run, 2)
+    within = training.get_timeout(dist.group.WORLD)
+
+    def once(work: Any) -> Any:
+        done: list[bool] = []
+
+        def slowly(*args: Any) -> Any:
+            if not done:
+                done.append(True)
+                time.sleep(3 * SHORT)
+            return work(*args)
+
+        return slowly
+
+    written = _SlowFile()
+    engine.save_state_dict(written)
+    train(run, 3)
+    if rank == 1:
+        run[2].owner.settle_all = once(run[2].owner.settle_all)
+    with _replaced(os, "fsync", once(os.fsync) if rank == 0 else os.fsync):
+        engine.save_checkpoint(path)
+    train(run, 4)
+    with _replaced(checkpoint, "_digest", once(checkpoint._digest) if rank else checkpoint._digest):
+        engine.save_checkpoint(path)
+    train(run, 5)
+    with _replaced(checkpoint, "_digest", once(checkpoint._digest) if rank else checkpoint._digest):
+        engine.load_checkpoint(path)
+    train(run, 6)
+    with engine.long_work():
+        if rank == 0:
+            time.sleep(3 * SHORT)
+    train(run, 7)
+    failed = _said(lambda: _fail_in_long_work(engine))
+    train(run, 8)
+    engine.close()
+    after = training.get_timeout(dist.group.WORLD)
+    return {"steps": engine.ledger.steps, "slept": written.slept, "timeouts": (before, within, after), "failed": failed}
+
+
+def _fail_in_long_work(engine: Any) -> None:
+    with engine.long_work():
+        if dist.get_rank() == 1:
+            raise OSError("no space left")
 
 
 def skip_empty() -> str:

@@ -18,8 +18,9 @@ from torch import Tensor
 from sparsedp._torch import default_store
 from sparsedp.capture import RowSpace
 from sparsedp.distributed.exchange import ProcessExchange
+from sparsedp.distributed.long_work import lost_ranks
 from sparsedp.distributed.placement import Placement
-from sparsedp.errors import RankLostError, SparseDPError
+from sparsedp.errors import SparseDPError
 from sparsedp.tables import Ranks, RowExchange, Shard, TableSpec
 
 _ANY = -1  # of what a rank has no part of
@@ -114,11 +115,7 @@ class ProcessRanks(Ranks):
             missing = missing_ranks(self.rank, self.count, self._lost)
             if not missing:
                 raise
-            names = ", ".join(map(str, missing))
-            raise RankLostError(
-                f"Rank(s) {names} of {self.count} did not answer: killed, out of memory, or stopped by an error of their own? "
-                "Look at their output. The last checkpoint is whole: resume from it, with as many ranks as there are."
-            ) from error
+            raise lost_ranks(missing, self.count) from error
 
     def all_to_all(self, values: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """The parts of `values` go to the ranks, sent[r] numbers to rank r; what comes back has received[r] from rank r."""

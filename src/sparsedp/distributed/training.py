@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsedp._torch import set_timeout
+from sparsedp._torch import get_timeout, set_timeout
 from sparsedp.capture import RowSpace
 from sparsedp.distributed.collections import (
     divided_tables,
@@ -27,6 +27,7 @@ from sparsedp.distributed.collections import (
     sharded_collections,
 )
 from sparsedp.distributed.embeddings import DividedTable, make_image_of
+from sparsedp.distributed.long_work import LongWork
 from sparsedp.distributed.placement import PlacedShard, Placement
 from sparsedp.distributed.ranks import ProcessRanks
 from sparsedp.errors import SparseDPError, UnsupportedError
@@ -61,14 +62,16 @@ class Together:
     group: Any
     rank: int
     count: int
-    images: dict[str, Any]  # of the sharded collections, by name
-    placement: dict[str, tuple[PlacedShard, ...]]  # of their tables; () for those that every rank has as a whole
+    long_work: LongWork
+    images: dict[str, Any] = field(default_factory=dict)  # of the sharded collections, by name
+    # Of their tables; () for those that every rank has as a whole.
+    placement: dict[str, tuple[PlacedShard, ...]] = field(default_factory=dict)
     told: bool = False  # whether ranks were told of an error
     # Where images stand: the module, the attribute, and the sharded collection that was there.
     places: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
-    held: dict[str, nn.Parameter] = field(
-        default_factory=dict
-    )  # of their tables: this rank's shards, for the optimizer
+    # Of their tables: this rank's shards, for the optimizer.
+    held: dict[str, nn.Parameter] = field(default_factory=dict)
+    timeout_before: timedelta | None = None  # of the default group, through which TorchRec looks rows up
 
     def held_parameters(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         return {name: self.held.get(name, parameter) for name, parameter in parameters.items()}
@@ -103,11 +106,14 @@ class Together:
         self.images[name] = image
 
     def close(self) -> None:
-        """Puts the sharded collections back where they were."""
+        """Puts the sharded collections back where they were, and lets ranks wait for as long as before."""
         for parent, last, sharded in self.places:
             setattr(parent, last, sharded)
         for image in self.images.values():
             image.step_down()
+        if self.timeout_before is not None:
+            set_timeout(dist.group.WORLD, self.timeout_before)
+            self.timeout_before = None
 
     def gather(self, value: Any) -> list[Any]:
         """What all ranks have. Raises if one of them has failed (`tell`) instead."""
@@ -116,7 +122,7 @@ class Together:
     def tell(self, error: Exception) -> None:
         """Lets the other ranks, which wait for this one in `gather`, know why it does not come."""
         if not self.told:
-            with suppress(RuntimeError):  # they may be gone
+            with suppress(RuntimeError, SparseDPError):  # they may be gone, or have failed, too
                 self._gather(f"{type(error).__name__}: {error}", None)
 
     @contextmanager
@@ -132,6 +138,7 @@ class Together:
 
     def _gather(self, failure: str | None, value: Any) -> list[Any]:
         every: list[Any] = [None] * self.count
+        self.long_work.meet()
         dist.all_gather_object(every, (failure, value), group=self.group)
         failed = [(rank, text) for rank, (text, _) in enumerate(every) if text is not None]
         self.told = bool(failed)
@@ -263,9 +270,10 @@ def together(module: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Ite
         return
     inner = unwrapped(module)
     _refuse_wrapped(inner)
-    group = dist.new_group(backend="gloo", timeout=timeout)
+    rank, count = dist.get_rank(), dist.get_world_size()
+    run = Together(dist.new_group(backend="gloo", timeout=timeout), rank, count, LongWork(rank, count, timeout))
+    run.timeout_before = get_timeout(dist.group.WORLD)
     set_timeout(dist.group.WORLD, timeout)
-    run = Together(group, dist.get_rank(), dist.get_world_size(), {}, {})
     held: dict[nn.Parameter, nn.Parameter] = {}  # in the place of TorchRec's parameters
     try:
         for name, sharded in list(sharded_collections(inner)):
