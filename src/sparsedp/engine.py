@@ -24,6 +24,7 @@ from sparsedp.callbacks import SpentEpsilon, call, finite_values, require_callba
 from sparsedp.capture import Capture, Draws, PublicInputs
 from sparsedp.check import CheckReport
 from sparsedp.distributed import checkpoint as checkpoint_of_several
+from sparsedp.distributed.torchrec_optimizers import refuse_optimizers_of_torchrec
 from sparsedp.distributed.training import Together, together, unwrapped
 from sparsedp.distributed.whole_file import write_state_dict
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
@@ -183,6 +184,7 @@ class PrivacyEngine:
         torch's recurrent layers run as ours, if that is wanted, and images stand for TorchRec's sharded collections.
         """
         inner = unwrapped(module)
+        refuse_optimizers_of_torchrec(optimizer, inner)
         layers = replace_fused(inner) if execution.replace_recurrent else []
         try:
             with together(inner, optimizer, self._rank_timeout) as run:
@@ -365,6 +367,8 @@ class PrivacyEngine:
         restore_fused(self._recurrent)
         if self._run is not None:
             self._run.close()
+            if self._optimizer is not None:
+                self._optimizer.name_again(self._run.exchanged)
         while self._at_close:
             self._at_close.pop(0)()
 

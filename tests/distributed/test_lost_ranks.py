@@ -122,6 +122,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert "user(s) have examples on rank 0 and on rank 1" in said["users on two ranks"]
         assert "exceeds the data set's 20 examples" in said["only rank 1 fails"]
         assert "DistributedDataParallel" in said["DDP"] and "'over'" in said["DDP"]
+        assert "under FSDP" in said["FSDP"] and "'over'" in said["FSDP"]
         assert "'country.weight' is on every rank" in said["a copied table"]
         assert "id 999 is not a row of table" in said["a wrong id"]
         assert "NonFiniteGradientError" in said["NaN on one rank"]
@@ -129,6 +130,27 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert "differs from rank 0 in its dense parameters" in said["parted"]
         assert "another batch for each feature" in said["another batch for each feature"]
         assert "'tables' looks each id of a batch up once" in said["index dedup"]
+
+
+def test_optimizers_of_torchrec_are_refused_with_torchs_own() -> None:
+    for ended in launch(2, "of_torchrec"):
+        said = ended.value
+        tables = "torch.optim.Adagrad(sparsedp.table_parameters(module), lr=0.02)"
+        dense = "torch.optim.Adam(sparsedp.dense_parameters(module), lr=0.001)"
+        assert f"pass optimizer=[{tables}, {dense}]" in said["combined"] and "CombinedOptimizer" in said["combined"]
+        assert "KeyedOptimizerWrapper" in said["wrapped"] and dense in said["wrapped"]
+        assert tables in said["in a list"]
+        assert said["instead"] == "nothing was refused"
+        assert "torch.optim.SGD(sparsedp.table_parameters(module), lr=0.02)" in said["in the backward pass"]
+        assert "apply_optimizer_in_backward" in said["in the backward pass"]
+        assert "RowWiseAdagrad does not take" in said["row-wise"]
+        assert "mean over all columns" in said["row-wise by columns"]
+
+
+def test_parameters_of_any_type_are_compared() -> None:
+    for ended in launch(2, "odd_parameters"):
+        assert all(ended.value["told apart"])
+        assert "differs from rank 0 in its dense parameters" in ended.value["parted"]
 
 
 @pytest.mark.parametrize("unit", ["example", "user"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -52,6 +53,9 @@ def test_the_same_model(ranks: int, mechanism: str, sharding: str) -> None:
         ((("optimizer", "adagrad"), ("mechanisms", ("adafest", "fest"))), 1e-5),  # divides by roots of small sums
         ((("optimizer", "adagrad and adam"), ("mechanisms", ("adafest",))), 1e-5),
         ((("optimizer", "sgd and adam"), ("mechanisms", ("lazydp", "dpsgd"))), 1e-5),
+        ((("optimizer", "sparse adam and sgd"), ("mechanisms", ("adafest", "eana"))), 1e-5),
+        # TorchRec's own cannot be made on a rank that has nothing of a table.
+        ((("optimizer", "row-wise adagrad and adam"), ("mechanisms", ("dpsgd",)), ("shardings", ("row_wise",))), 1e-5),
         ((("kind", "sequences"), ("mechanisms", ("adafest", "lazydp", "dpsgd"))), CLOSE),
         ((("kind", "weighted"), ("mechanisms", ("adafest", "lazydp by step"))), CLOSE),
     ],
@@ -62,6 +66,8 @@ def test_the_same_model(ranks: int, mechanism: str, sharding: str) -> None:
         "Adagrad",
         "Adagrad and Adam",
         "SGD and Adam",
+        "SparseAdam and SGD",
+        "RowWiseAdagrad and Adam",
         "sequences",
         "weighted",
     ],
@@ -69,7 +75,8 @@ def test_the_same_model(ranks: int, mechanism: str, sharding: str) -> None:
 def test_units_batches_optimizers_and_sequences(settings: tuple, close: float) -> None:
     options = dict(settings)
     mechanisms = options.pop("mechanisms", ("adafest", "lazydp", "eana"))
-    shardings = ("row_wise", "table_wise") if options.get("kind") else ("row_wise", "column_wise")
+    divided = ("row_wise", "table_wise") if options.get("kind") else ("row_wise", "column_wise")
+    shardings = options.pop("shardings", divided)
     require_equal(compared_with(2, mechanisms, shardings, tuple(options.items())), close)
 
 
@@ -100,6 +107,12 @@ def test_torchrec_does_not_divide_gradients_here() -> None:
     require_equal(results)
 
 
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "column_wise"])
+def test_collections_that_give_dtensors(sharding: str) -> None:
+    for ended in launch(2, "as_dtensors", sharding):
+        assert ended.value["distance"] <= CLOSE and "DTensor" in ended.value["kinds"]
+
+
 def test_model_parallel_and_dlrm(tmp_path: Any) -> None:
     for ended in launch(2, "model_parallel", str(tmp_path)):
         assert ended.value["distance"] <= CLOSE
@@ -111,6 +124,15 @@ def test_one_key_for_all() -> None:
     first, second = ([ended.value for ended in launch(2, "keys")] for _ in range(2))
     assert first[0] == first[1] and second[0] == second[1]
     assert first[0] != second[0] and not first[0][1]
+
+
+@pytest.mark.parametrize("kernel", ["dense", "fused"])
+def test_the_optimizer_has_its_parameters_back_after_close(tmp_path: Path, kernel: str) -> None:
+    """Fused tables then move by TorchRec's own optimizer again, and others by the user's."""
+    for ended in launch(2, "after_close", kernel, str(tmp_path / "checkpoint")):
+        assert ended.value["the module's"] and ended.value["state"]
+        assert ended.value["checkpoint"] == "nothing was refused"
+        assert all(ended.value["moved"].values())
 
 
 @pytest.mark.parametrize("mechanism", ["adafest", "lazydp by step"])

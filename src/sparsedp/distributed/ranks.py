@@ -24,6 +24,8 @@ from sparsedp.errors import SparseDPError
 from sparsedp.tables import Ranks, RowExchange, Shard, TableSpec
 
 _ANY = -1  # of what a rank has no part of
+# Whole numbers as long as those of a tensor, by their bytes: a single number cannot be seen as several shorter ones.
+_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GRACE = 10.0  # seconds in which ranks that are there say so, after a message failed
 
 
@@ -181,4 +183,5 @@ def missing_ranks(rank: int, count: int, attempt: int = 1) -> list[int]:
 
 def _sum_of_bits(tensor: Tensor) -> int:
     """A number that tells tensors apart that differ by accident."""
-    return int(tensor.detach().contiguous().view(torch.int32).sum(dtype=torch.int64))
+    numbers = _NUMBERS.get(tensor.element_size(), torch.uint8)
+    return int(tensor.detach().contiguous().view(-1).view(numbers).sum(dtype=torch.int64))

@@ -30,6 +30,7 @@ from sparsedp.distributed.embeddings import DividedTable, make_image_of
 from sparsedp.distributed.long_work import LongWork
 from sparsedp.distributed.placement import PlacedShard, Placement
 from sparsedp.distributed.ranks import ProcessRanks
+from sparsedp.distributed.torchrec_optimizers import refuse_means_over_columns
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.fingerprint import fingerprint
 from sparsedp.noise import RandomKey
@@ -71,6 +72,9 @@ class Together:
     places: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     # Of their tables: this rank's shards, for the optimizer.
     held: dict[str, nn.Parameter] = field(default_factory=dict)
+    # What the optimizer has in the place of TorchRec's own parameters, which it is given back at the end.
+    optimizer: Optimizer | None = None
+    exchanged: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     timeout_before: timedelta | None = None  # of the default group, through which TorchRec looks rows up
 
     def held_parameters(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -106,11 +110,14 @@ class Together:
         self.images[name] = image
 
     def close(self) -> None:
-        """Puts the sharded collections back where they were, and lets ranks wait for as long as before."""
+        """Puts the sharded collections and their parameters back where they were, and lets ranks wait for as long as before."""
         for parent, last, sharded in self.places:
             setattr(parent, last, sharded)
         for image in self.images.values():
             image.step_down()
+        if self.optimizer is not None:
+            _replace(self.optimizer, {mine: given for given, mine in self.exchanged.items()})
+            self.optimizer = None
         if self.timeout_before is not None:
             set_timeout(dist.group.WORLD, self.timeout_before)
             self.timeout_before = None
@@ -274,7 +281,6 @@ def together(module: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Ite
     run = Together(dist.new_group(backend="gloo", timeout=timeout), rank, count, LongWork(rank, count, timeout))
     run.timeout_before = get_timeout(dist.group.WORLD)
     set_timeout(dist.group.WORLD, timeout)
-    held: dict[nn.Parameter, nn.Parameter] = {}  # in the place of TorchRec's parameters
     try:
         for name, sharded in list(sharded_collections(inner)):
             if not name:
@@ -283,8 +289,9 @@ def together(module: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Ite
             run.put_image(inner, name, make_image(name, sharded))
             shards = _held_shards(name, sharded)
             run.held |= {f"{name}.{key}": mine for key, (_, mine) in shards.items()}
-            held |= dict(shards.values())
-        _replace(optimizer, held)
+            run.exchanged |= dict(shards.values())
+        _replace(optimizer, run.exchanged)
+        run.optimizer = optimizer
         weights: dict[DividedTable, nn.Parameter] = {}  # of images, by their tables: modules may share one
         for name, divided in list(divided_tables(inner)):
             table = divided.table
@@ -295,24 +302,26 @@ def together(module: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Ite
             image = make_image_of(divided, weights.get(table))
             weights[table] = image.weight
             run.put_image(inner, name, image)
+        refuse_means_over_columns(optimizer, run.placement, run.held)
         yield run
         run.gather("ready")
     except BaseException as error:
         run.close()
-        _replace(optimizer, {mine: given for given, mine in held.items()})
         if isinstance(error, Exception):
             run.tell(error)
         raise
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
     for name, part in module.named_modules():
         if isinstance(part, nn.parallel.DistributedDataParallel):
             raise UnsupportedError(
                 f"Module '{name}' is wrapped in DistributedDataParallel, which would add up unclipped gradients. With TorchRec, "
                 "make DistributedModelParallel(module, init_data_parallel=False), or use torchrec.distributed.shard."
             )
-        if type(part).__name__ in ("FullyShardedDataParallel", "FSDPModule") or hasattr(part, "_fsdp_state"):
+        if isinstance(part, (FSDPModule, FullyShardedDataParallel)):  # of fully_shard, and of FSDP's first version
             raise UnsupportedError(
                 f"Module '{name}' is under FSDP, which is not supported: leave the dense part whole."
             )
