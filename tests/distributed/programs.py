@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import struct
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -697,6 +698,26 @@ def odd_parameters() -> dict[str, Any]:
                 run[1].factor.add_(1)
 
     return {"told apart": told_apart, "parted": _said(lambda: train(run, 6, part))}
+
+
+def other_configurations(path: str, changes: dict[str, list[str]], file: str) -> dict[str, str]:
+    """What `sparsedp train` says where rank 1 has another configuration, file of code, or version of torch."""
+    from sparsedp.cli.config.load import load_config
+    from sparsedp.cli.processes import Together
+    from sparsedp.cli.run import run_training
+
+    rank, processes = dist.get_rank(), Together()
+
+    def run(overrides: list[str]) -> None:
+        run_training(load_config(path, overrides if rank else []), Path(path).parent / "run", processes=processes)
+
+    said = {name: _said(lambda: run(overrides)) for name, overrides in changes.items()}
+    with _replaced(torch, "__version__", "2.99.0" if rank else torch.__version__):
+        said["another torch"] = _said(lambda: run([]))
+    if rank:  # the module is loaded by now
+        sys.modules["own"].__file__ = file
+    said["other code"] = _said(lambda: run([]))
+    return said
 
 
 def _wrong_id() -> None:

@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("torchrec")
 import commands
 import torch
+from launch import launch
 
 pytestmark = pytest.mark.distributed
 
@@ -380,6 +381,25 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(here: Path) -> None:
     sparsedp("train", "--resume", "run", "--trust", "own", "--quiet")
     assert "steps" in json.loads(Path("run/release/statement.json").read_text())
     assert json.loads(Path("run/private/result.json").read_text())["steps"] == 30
+
+
+def test_ranks_with_other_configurations_are_refused_at_the_start(here: Path) -> None:
+    """With a given noise multiplier the plan does not depend on these, and ranks would wait for each other in vain."""
+    keys = {
+        "training.epochs": 5, "training.evaluate_every": 3, "training.checkpoint_every": 2, "training.seed": 7,
+        "distributed.sharding": "table_wise", "privacy.mechanism.aggregate": "true",
+    }  # fmt: skip
+    changes = {key: [f"{key}={value}"] for key, value in keys.items()}
+    (here / "other.py").write_text(f"{OWN}# another commit\n")
+    for ended in launch(2, "other_configurations", str(here / "mine.yaml"), changes, str(here / "other.py")):
+        for key in keys:
+            assert ended.value[key].startswith(f"ConfigError: {key}: ") and "on rank 1" in ended.value[key], (
+                ended.value[key]
+            )
+        assert "3 on rank 0" in ended.value["training.epochs"]
+        assert "the version of torch: 2.99.0 on rank 1" in ended.value["another torch"]
+        assert "the file of own:clicks" in ended.value["other code"]
+    assert not (here / "run").exists()
 
 
 def test_what_is_refused_in_one_line(here: Path) -> None:
