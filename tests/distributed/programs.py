@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed import comm_ops
 from torchrec.distributed.shard import shard
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -199,7 +200,7 @@ MECHANISMS: dict[str, Callable[[], sparsedp.mechanisms.Mechanism]] = {
 
 def begin(
     module: nn.Module, mechanism: str, *, seed: int | None = 3, optimizer: str = "sgd", momentum: float = 0.0,
-    data: Dataset | None = None, timeout: float = 60.0, noise_multiplier: float = 1.0, **settings: Any,
+    data: Dataset | None = None, timeout: float = 60.0, noise_multiplier: float = 1.0, batch_size: int = BATCH, **settings: Any,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """(engine, module, optimizer, loader) of a private run."""
     mover: Any
@@ -218,7 +219,7 @@ def begin(
         dense = torch.optim.SGD if optimizer.endswith("sgd") else torch.optim.Adam
         mover = [kinds[optimizer](tables, lr=0.01), dense(others, lr=0.01)]
     data = Clicks() if data is None else data
-    loader = DataLoader(data, batch_size=BATCH, shuffle=len(data) > 0, collate_fn=collate)  # type: ignore[arg-type]
+    loader = DataLoader(data, batch_size=batch_size, shuffle=len(data) > 0, collate_fn=collate)  # type: ignore[arg-type]
     engine = sparsedp.PrivacyEngine(seed=seed, rank_timeout=timeout)
     private = engine.make_private(
         module=module, optimizer=mover, data_loader=loader, noise_multiplier=noise_multiplier, max_grad_norm=1.0,
@@ -294,14 +295,39 @@ def _none() -> Iterator[None]:
 
 
 @contextmanager
-def _gradient_division() -> Iterator[None]:
-    """TorchRec divides gradients by the number of ranks in its own backward pass, unless it is told not to."""
-    from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
+def _gradient_division(divides: bool) -> Iterator[None]:
+    """Whether TorchRec divides gradients by the number of ranks in its own backward pass, which fails in the meantime."""
+    before = comm_ops.get_gradient_division()
+    comm_ops.set_gradient_division(divides)
+    with _no_backward_of_torchrec():
+        yield
+    comm_ops.set_gradient_division(before)
 
-    before = get_gradient_division()
-    set_gradient_division(True)
-    yield
-    set_gradient_division(before)
+
+@contextmanager
+def _no_backward_of_torchrec() -> Iterator[None]:
+    """Lets the backward pass of each of TorchRec's messages fail."""
+
+    def fail(ctx: Any, *gradients: Any) -> None:
+        raise AssertionError("TorchRec sent gradients")
+
+    kinds = [
+        kind for kind in vars(comm_ops).values() if isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+    ]
+    assert len(kinds) > 8
+    with ExitStack() as replaced:
+        for kind in kinds:
+            replaced.enter_context(_replaced(kind, "backward", staticmethod(fail)))
+        yield
+
+
+def own_backward(sharding: str) -> str:
+    """What is said where TorchRec's own backward pass runs, without privacy, and may not."""
+    module = sharded(make(with_country=False), sharding)
+    *inputs, labels = collate([Clicks()[i] for i in range(20)])
+    with _no_backward_of_torchrec():
+        loss = F.binary_cross_entropy_with_logits(module(*inputs), labels)
+        return _said(loss.backward)
 
 
 @contextmanager
@@ -350,7 +376,8 @@ def _not_added_up() -> Any:
 
 MUTANTS: dict[str, Callable[[], Any]] = {
     "": _none,
-    "gradient division": _gradient_division,
+    "gradient division": lambda: _gradient_division(True),
+    "no gradient division": lambda: _gradient_division(False),
     "not merged": _not_merged,
     "noise twice": _noise_twice,
     "not added up": _not_added_up,
@@ -520,19 +547,22 @@ def _fail_in_long_work(engine: Any) -> None:
             raise OSError("no space left")
 
 
-def skip_empty() -> str:
-    """Rank 1 leaves out a step, as a loop does that skips batches without examples."""
-    engine, module, optimizer, loader = begin(sharded(make(with_country=False), "row_wise"), "adafest")
-    try:
-        for step, (*inputs, labels) in enumerate(loader):
+def skip_empty() -> tuple[str, list[int]]:
+    """Rank 1 leaves out a step on a batch of which it has no example; what is said, and the units in batches left out."""
+    module = sharded(make(with_country=False), "row_wise")
+    engine, module, optimizer, loader = begin(module, "adafest", data=Clicks(12), batch_size=1)
+    skipped: list[int] = []
+
+    def loop() -> None:
+        for *inputs, labels in loader:
             optimizer.zero_grad()
-            if step == 2 and dist.get_rank() == 1:
+            if loader.current.stand_in and dist.get_rank() == 1 and not skipped:
+                skipped.append(loader.current.units)
                 continue
             F.binary_cross_entropy_with_logits(module(*inputs), labels).backward()
             optimizer.step()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing happened"
+
+    return _said(loop), skipped
 
 
 # ---------------------------------------------------------------------- what is refused

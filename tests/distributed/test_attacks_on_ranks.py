@@ -27,6 +27,22 @@ def test_no_unit_adds_more_than_the_bound(kind: str, weighted: bool, pooling: st
             assert 0 < added <= 1 + 1e-4, (name, added)
 
 
+@pytest.mark.parametrize(
+    ("norms", "beyond"),
+    [
+        ("as they are", set()),
+        ("an example's rows not merged", {"one id twenty times", "the same id in all features"}),
+        ("features not merged", {"one id twenty times", "the same id in all features"}),
+    ],
+)
+def test_rows_of_a_unit_are_merged_before_squaring(norms: str, beyond: set[str]) -> None:
+    """Also across features that share a table: otherwise a unit counts for more than the bound, and this shows it."""
+    for ended in launch(2, "attacks.contributions_with", norms):
+        found = {name for name, added in ended.value.items() if added > 1 + 1e-4}
+        assert found == beyond, ended.value
+        assert all(added > 0.5 for added in ended.value.values())
+
+
 def test_nothing_goes_around_the_private_step() -> None:
     for ended in launch(2, "attacks.around"):
         said = ended.value

@@ -102,9 +102,17 @@ def test_mistakes_show(mutant: str) -> None:
 
 
 def test_torchrec_does_not_divide_gradients_here() -> None:
-    """Its own backward pass never runs, so what it would do in it does not matter."""
-    results = [ended.value for ended in launch(2, "compare", ["adafest"], ["row_wise"], mutant="gradient division")]
-    require_equal(results)
+    """Its own backward pass, in which it would, never runs: with any message of it a run would fail."""
+    shardings = ["row_wise", "table_wise", "column_wise"]
+    divided, whole = (
+        [ended.value for ended in launch(2, "compare", ["adafest"], shardings, mutant=mutant)]
+        for mutant in ("gradient division", "no gradient division")
+    )
+    require_equal(divided)
+    assert divided == whole
+    for sharding in shardings:
+        for ended in launch(2, "own_backward", sharding):
+            assert "TorchRec sent gradients" in ended.value
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "table_wise", "column_wise"])
