@@ -417,3 +417,18 @@ def test_what_is_refused_in_one_line(here: Path) -> None:
     assert not Path("runs").exists()
     done = subprocess.run([*TORCHRUN, "evaluate", "run"], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode and done.stderr.count("evaluate runs in one process") == 1
+
+
+def test_the_example_ends_with_the_same_model_in_one_process_and_in_two() -> None:
+    """`torchrun examples/sharded.py`, as its first line says; on the batches, and so in what it prints."""
+    example = Path(__file__).parents[2] / "examples" / "sharded.py"
+    said = []
+    for processes in ("1", "2"):
+        command = [*TORCHRUN[:4], "--nproc-per-node", processes, str(example)]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    one, two = ([line for line in text.splitlines() if "epoch" in line] for text in said)
+    assert len(one) == len(two) == 3 and one == two
+    assert all("seed" in text and "epsilon" in text for text in said)
+    assert "between the processes" in said[1] and "between the processes" not in said[0]

@@ -30,6 +30,7 @@ from sparsedp.distributed.embeddings import DividedTable, make_image_of
 from sparsedp.distributed.long_work import LongWork
 from sparsedp.distributed.placement import PlacedShard, Placement
 from sparsedp.distributed.ranks import ProcessRanks
+from sparsedp.distributed.requirements import require_torchrec
 from sparsedp.distributed.torchrec_optimizers import refuse_means_over_columns
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.fingerprint import fingerprint
@@ -283,6 +284,7 @@ def together(module: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Ite
     set_timeout(dist.group.WORLD, timeout)
     try:
         for name, sharded in list(sharded_collections(inner)):
+            require_torchrec()
             if not name:
                 raise UnsupportedError("The module is a sharded collection itself. Make it a part of a module.")
             run.placement |= placement_of(name, sharded)
