@@ -33,6 +33,7 @@ __all__ = [
     "function_mode_at",
     "function_mode_count",
     "functorch_interpreter",
+    "get_timeout",
     "is_any_autocast_enabled",
     "is_functorch_tensor",
     "is_tracing",
@@ -98,6 +99,11 @@ rebuild_tensor = torch._utils._rebuild_tensor_v2  # what a tensor's pickle calls
 def storage_type(dtype: torch.dtype) -> Any:
     """What stands in a file for the type of a tensor's numbers."""
     return getattr(torch, torch.storage._dtype_to_storage_type_map()[dtype])
+
+
+def get_timeout(group: Any) -> timedelta:
+    """How long the processes of a group wait for each other, on CPUs."""
+    return group._get_backend(torch.device("cpu")).options._timeout
 
 
 def set_timeout(group: Any, timeout: timedelta) -> None:

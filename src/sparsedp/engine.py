@@ -6,7 +6,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
@@ -22,6 +22,7 @@ from sparsedp.callbacks import StepsTold, require_callback
 from sparsedp.capture import Capture, Draws, PublicInputs
 from sparsedp.check import CheckReport
 from sparsedp.distributed import checkpoint as checkpoint_of_several
+from sparsedp.distributed.torchrec_optimizers import refuse_optimizers_of_torchrec
 from sparsedp.distributed.training import Together, together, unwrapped
 from sparsedp.distributed.whole_file import write_state_dict
 from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
@@ -76,7 +77,8 @@ class PrivacyEngine:
     With a `ledger_key`, a secret of at least 16 bytes or the path of a file that holds one (and is made if there is none),
     checkpoints are signed: one that was edited, or that was written on data in other periods or of other users, is refused.
 
-    Where several processes train together (`docs/distributed.md`), they wait for each other for at most `rank_timeout` seconds.
+    Where several processes train together (`docs/distributed.md`), they wait for each other for at most `rank_timeout` seconds;
+    in `long_work`, and so in checkpoints and exports, for as long as the others live.
 
     `progress` (`sparsedp.progress.Progress`) is told how far the tasks are that may take long: counting the data, and settling a
     large table.
@@ -175,6 +177,7 @@ class PrivacyEngine:
         torch's recurrent layers run as ours, if that is wanted, and images stand for TorchRec's sharded collections.
         """
         inner = unwrapped(module)
+        refuse_optimizers_of_torchrec(optimizer, inner)
         layers = replace_fused(inner) if execution.replace_recurrent else []
         try:
             with together(inner, optimizer, self._rank_timeout) as run:
@@ -357,8 +360,18 @@ class PrivacyEngine:
         restore_fused(self._recurrent)
         if self._run is not None:
             self._run.close()
+            if self._optimizer is not None:
+                self._optimizer.name_again(self._run.exchanged)
         while self._at_close:
             self._at_close.pop(0)()
+
+    def long_work(self) -> AbstractContextManager[None]:
+        """Around what may take longer on one of several processes than `rank_timeout`, such as an evaluation on rank 0 alone.
+
+        All of them enter it. At its end they wait for each other, for as long as all live: one that is killed or stopped is
+        named after `rank_timeout` seconds. In one process it does nothing.
+        """
+        return nullcontext() if self._run is None else self._run.long_work.piece()
 
     def settle(self) -> None:
         """Gives every row the noise that LazyDP still owes it. Whatever lets weights out does this by itself."""
@@ -522,13 +535,15 @@ class PrivacyEngine:
         same law.
         """
         module, optimizer, _ = self._parts()
-        run, state = self._run, self._state(extra)
-        _log.debug("Checkpoint after step %d: %s", self.ledger.steps, os.fspath(path))
-        if run is None:
-            checkpoint.save(path, self._whole(state), self._signing_key)
-        else:
-            self._lineage.add(self.ledger, run.from_rank_0(secrets.token_hex(16)))
-            checkpoint_of_several.save(path, state, self._signing_key, run, module, optimizer)
+        run = self._run
+        with self.long_work():
+            state = self._state(extra)
+            _log.debug("Checkpoint after step %d: %s", self.ledger.steps, os.fspath(path))
+            if run is None:
+                checkpoint.save(path, self._whole(state), self._signing_key)
+            else:
+                self._lineage.add(self.ledger, run.from_rank_0(secrets.token_hex(16)))
+                checkpoint_of_several.save(path, state, self._signing_key, run, module, optimizer)
 
     def checkpoint_dict(self, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """What `save_checkpoint` writes, for a file of the caller's own: plain values and tensors, which `torch.save` takes.
@@ -578,11 +593,13 @@ class PrivacyEngine:
         """
         module, optimizer, _ = self._parts()
         optimizer.require_fully_loaded()
-        optimizer.owner.settle_all()
-        if self._run is None:
-            torch.save(module.state_dict(), target)
-        else:
-            write_state_dict(target, module, self._run)
+        with self.long_work():
+            optimizer.owner.settle_all()
+            if self._run is None:
+                torch.save(module.state_dict(), target)
+            else:
+                ranks: Any = optimizer.private_step.ranks
+                write_state_dict(target, module, self._run, ranks.watched)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Continues a run with the same plan; returns the caller's `extra`. If anything is wrong, nothing changes.
@@ -590,7 +607,7 @@ class PrivacyEngine:
         The whole file is read and checked first, and then copied into the model, both piece by piece.
         Steps that this engine took and that are not in the checkpoint stay in the ledger: they were seen.
         """
-        with nullcontext() if self._run is None else self._run.failing_together():
+        with self.long_work(), nullcontext() if self._run is None else self._run.failing_together():
             return self._load_checkpoint(path)
 
     def _load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:

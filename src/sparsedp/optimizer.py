@@ -174,6 +174,12 @@ class PrivateOptimizer(Optimizer):
         """What the wrapped optimizer moves: of a table that is divided among processes, this one's shard."""
         return dict(zip(self._names_in_order(), (p for group in self.param_groups for p in group["params"])))
 
+    def name_again(self, exchanged: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """After the wrapped optimizer got parameters back in whose place it had others: they have the names of these."""
+        self._names |= {
+            id(given): self._names[id(mine)] for given, mine in exchanged.items() if id(mine) in self._names
+        }
+
     def _names_in_order(self) -> list[str]:
         return [self._names[id(parameter)] for group in self.param_groups for parameter in group["params"]]
 

@@ -423,7 +423,13 @@ class PrivateStep:
             yield name, parameter.requires_grad, options[id(self._held[name])] if is_here else None
 
     def _dense(self) -> Iterator[Tensor]:
-        return (parameter for name, parameter in self._held.items() if name not in self.tables)
+        """What ranks compare at every step: trained ones.
+
+        Frozen ones are those that rank 0 sent at the start, no step moves them, and no bound rests on what they are. To read a
+        large frozen model at every step would cost more than the rest of the step.
+        """
+        trained = (name for name in self._held if name not in self.tables and self._parameters[name].requires_grad)
+        return (self._held[name] for name in trained)
 
     def trained_tables(self) -> dict[str, TableSpec]:
         return {name: table for name, table in self.tables.items() if self._parameters[name].requires_grad}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,6 +20,7 @@ from programs import (
     BATCH,
     FEATURES,
     Clicks,
+    _replaced,
     _said,
     alone,
     begin,
@@ -131,13 +133,21 @@ NEIGHBOURS = {
 
 
 def clipped_sum(
-    items: list[Any], kind: str, weighted: bool, pooling: str, users: Any = None, in_one: bool = False
+    items: list[Any],
+    kind: str,
+    weighted: bool,
+    pooling: str,
+    users: Any = None,
+    in_one: bool = False,
+    alike: bool = False,
 ) -> dict[Any, Tensor]:
     """The sum of all units' clipped gradients (C = 1), from one step on all of them without noise: parts of all ranks."""
     units = len(items) if users is None else len(np.unique(users))
     with alone() if in_one else nullcontext():
         torch.manual_seed(0)
         module = TwoCollections(weighted, pooling)
+        if alike:  # all features get the same gradients
+            nn.init.ones_(module.over.weight)
         module = module if in_one else module.sharded(kind)
         before = [part.clone() for _, part, _ in parts_of(module)]
         engine = sparsedp.PrivacyEngine(seed=5)
@@ -178,6 +188,51 @@ def contributions(kind: str, weighted: bool, pooling: str) -> dict[str, float]:
         clipped_sum(more, *how, users=np.append(users, [7, 7])), clipped_sum(data, *how, users=users)
     )
     return largest
+
+
+def _norms_of_parts(parts_of_lookup: Callable[[Any], Tensor]) -> Any:
+    """Lets positions of a unit be added up before squaring only where they also are in the same part of the lookups."""
+    from sparsedp.capture.rows import LookupNorms, TouchedRows
+
+    def apart(self: Any, slots: Any, row_norms: Any) -> LookupNorms:
+        every = torch.zeros(len(self.lookups), self.units, dtype=torch.float64)
+        for total, lookup in zip(every, self.lookups.values()):
+            values, used = lookup.positions().double(), lookup.ids >= 0
+            keys = torch.stack([lookup.units, lookup.ids, parts_of_lookup(lookup)], 1)[used]
+            distinct, places = torch.unique(keys, dim=0, return_inverse=True)
+            sums = values.new_zeros(len(distinct), values.shape[1]).index_add_(0, places, values[used])
+            total.index_add_(0, distinct[:, 0], sums.square().sum(1))
+        return LookupNorms(list(self.lookups), every, every)
+
+    return _replaced(TouchedRows, "_added_norms", apart)
+
+
+def _features_of(lookup: Any) -> Tensor:
+    """The features, which follow each other: an example's positions in one of them come before the next example's."""
+    return torch.cat([torch.zeros(1, dtype=torch.long), (lookup.units.diff() < 0).long().cumsum(0)])
+
+
+NORMS: dict[str, Callable[[], Any]] = {
+    "as they are": nullcontext,
+    "an example's rows not merged": lambda: _norms_of_parts(lambda lookup: torch.arange(len(lookup.ids))),
+    "features not merged": lambda: _norms_of_parts(_features_of),
+}
+
+
+def contributions_with(norms: str) -> dict[str, float]:
+    """By how much (times C) the sum changes with a unit of which a row gets several gradients of the same direction."""
+    label, data = torch.tensor(0.0), [example(seed) for seed in range(9)]
+    one_id = torch.zeros(1, dtype=torch.long)
+    neighbours = {
+        "one id twenty times": (*_every(one_id.repeat(20), torch.ones(20))[:3], label),
+        "the same id in all features": (*_every(one_id, torch.ones(1))[:3], label),
+    }
+    with NORMS[norms]():
+        without = clipped_sum(data, "row_wise", True, "SUM", alike=True)
+        return {
+            name: distance(clipped_sum([*data, extra], "row_wise", True, "SUM", alike=True), without)
+            for name, extra in neighbours.items()
+        }
 
 
 # ---------------------------------------------------------------------- ways around the private step
@@ -439,6 +494,10 @@ def _die(*args: Any, **kwargs: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _stop(*args: Any, **kwargs: Any) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def _at(owner: Any, name: str, before: bool) -> None:
     """Lets this rank be killed before or after the function does its work."""
     once = getattr(owner, name)
@@ -457,19 +516,22 @@ MOMENTS: dict[str, Callable[[], None]] = {
     "before the rename": lambda: _at(os, "replace", before=True),
     "after the rename": lambda: _at(os, "replace", before=False),
     "while the last one is removed": lambda: setattr(shutil, "rmtree", _while_removing),
+    "stopped within a file": lambda: setattr(os, "fsync", _stop),
 }
+TIMEOUT, GRACE = 4.0, 2.0  # seconds
 
 
-def killed_in_save(path: str, moment: str, killed: int) -> str:
-    """A rank is killed in its second save; what the others say of it."""
-    ranks._GRACE = 2.0
-    run = _fresh("lazydp by step", momentum=0.9)
+def killed_in_save(path: str, moment: str, killed: int) -> tuple[str, float]:
+    """A rank is killed in its second save; what the others say of it, and the seconds until they do."""
+    ranks._GRACE = GRACE
+    run = _fresh("lazydp by step", momentum=0.9, timeout=TIMEOUT)
     train(run, 2)
     run[0].save_checkpoint(path)
     train(run, 4)
     if dist.get_rank() == killed:
         MOMENTS[moment]()
-    return _said(lambda: run[0].save_checkpoint(path))
+    begin = time.monotonic()
+    return _said(lambda: run[0].save_checkpoint(path)), time.monotonic() - begin
 
 
 def two_saves(path: str) -> None:

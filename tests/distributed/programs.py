@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import io
 import os
 import signal
 import socket
 import struct
+import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import torchrec
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed import comm_ops
 from torchrec.distributed.shard import shard
 from torchrec.distributed.sharding_plan import (
     column_wise,
@@ -31,11 +36,14 @@ from torchrec.distributed.sharding_plan import (
     table_row_wise,
     table_wise,
 )
+from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 import sparsedp
 import sparsedp.distributed.training as training
 from sparsedp.distributed import shard_tables
 from sparsedp.distributed.placement import PlacedShard
+from sparsedp.distributed.ranks import _sum_of_bits
 from sparsedp.distributed.sharding import choose_sharding
 from sparsedp.distributed.sizes import Cluster, TableUse, Work, sent_in_step
 from sparsedp.prediction import predict_part
@@ -192,7 +200,7 @@ MECHANISMS: dict[str, Callable[[], sparsedp.mechanisms.Mechanism]] = {
 
 def begin(
     module: nn.Module, mechanism: str, *, seed: int | None = 3, optimizer: str = "sgd", momentum: float = 0.0,
-    data: Dataset | None = None, timeout: float = 60.0, noise_multiplier: float = 1.0, **settings: Any,
+    data: Dataset | None = None, timeout: float = 60.0, noise_multiplier: float = 1.0, batch_size: int = BATCH, **settings: Any,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """(engine, module, optimizer, loader) of a private run."""
     mover: Any
@@ -201,13 +209,17 @@ def begin(
         mover = torch.optim.Adagrad(parameters, lr=0.01)
     elif optimizer == "sgd":
         mover = torch.optim.SGD(parameters, lr=0.01, momentum=momentum)
-    else:  # one for the tables, and Adam for the others
+    else:  # one for the tables, and one for the others
         tables = [p for name, p in module.named_parameters() if name.startswith(("tables", "country"))]
         others = [p for name, p in module.named_parameters() if not name.startswith(("tables", "country"))]
-        kinds = {"adagrad and adam": torch.optim.Adagrad, "sgd and adam": torch.optim.SGD}
-        mover = [kinds[optimizer](tables, lr=0.01), torch.optim.Adam(others, lr=0.01)]
+        kinds = {
+            "adagrad and adam": torch.optim.Adagrad, "sgd and adam": torch.optim.SGD,
+            "sparse adam and sgd": torch.optim.SparseAdam, "row-wise adagrad and adam": RowWiseAdagrad,
+        }  # fmt: skip
+        dense = torch.optim.SGD if optimizer.endswith("sgd") else torch.optim.Adam
+        mover = [kinds[optimizer](tables, lr=0.01), dense(others, lr=0.01)]
     data = Clicks() if data is None else data
-    loader = DataLoader(data, batch_size=BATCH, shuffle=len(data) > 0, collate_fn=collate)  # type: ignore[arg-type]
+    loader = DataLoader(data, batch_size=batch_size, shuffle=len(data) > 0, collate_fn=collate)  # type: ignore[arg-type]
     engine = sparsedp.PrivacyEngine(seed=seed, rank_timeout=timeout)
     private = engine.make_private(
         module=module, optimizer=mover, data_loader=loader, noise_multiplier=noise_multiplier, max_grad_norm=1.0,
@@ -283,14 +295,39 @@ def _none() -> Iterator[None]:
 
 
 @contextmanager
-def _gradient_division() -> Iterator[None]:
-    """TorchRec divides gradients by the number of ranks in its own backward pass, unless it is told not to."""
-    from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
+def _gradient_division(divides: bool) -> Iterator[None]:
+    """Whether TorchRec divides gradients by the number of ranks in its own backward pass, which fails in the meantime."""
+    before = comm_ops.get_gradient_division()
+    comm_ops.set_gradient_division(divides)
+    with _no_backward_of_torchrec():
+        yield
+    comm_ops.set_gradient_division(before)
 
-    before = get_gradient_division()
-    set_gradient_division(True)
-    yield
-    set_gradient_division(before)
+
+@contextmanager
+def _no_backward_of_torchrec() -> Iterator[None]:
+    """Lets the backward pass of each of TorchRec's messages fail."""
+
+    def fail(ctx: Any, *gradients: Any) -> None:
+        raise AssertionError("TorchRec sent gradients")
+
+    kinds = [
+        kind for kind in vars(comm_ops).values() if isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
+    ]
+    assert len(kinds) > 8
+    with ExitStack() as replaced:
+        for kind in kinds:
+            replaced.enter_context(_replaced(kind, "backward", staticmethod(fail)))
+        yield
+
+
+def own_backward(sharding: str) -> str:
+    """What is said where TorchRec's own backward pass runs, without privacy, and may not."""
+    module = sharded(make(with_country=False), sharding)
+    *inputs, labels = collate([Clicks()[i] for i in range(20)])
+    with _no_backward_of_torchrec():
+        loss = F.binary_cross_entropy_with_logits(module(*inputs), labels)
+        return _said(loss.backward)
 
 
 @contextmanager
@@ -339,7 +376,8 @@ def _not_added_up() -> Any:
 
 MUTANTS: dict[str, Callable[[], Any]] = {
     "": _none,
-    "gradient division": _gradient_division,
+    "gradient division": lambda: _gradient_division(True),
+    "no gradient division": lambda: _gradient_division(False),
     "not merged": _not_merged,
     "noise twice": _noise_twice,
     "not added up": _not_added_up,
@@ -381,41 +419,150 @@ def resume(
     }
 
 
-def lose(path: str, when: int, how: str, timeout: float = 60.0) -> str:
-    """Rank 1 is killed or stopped in step `when`, after a checkpoint; the others say what they are told."""
-    sparsedp.distributed.ranks._GRACE = 4.0
+GRACE = 4.0  # seconds in which ranks that are there say so
+
+
+def lose(path: str, when: int, how: str, timeout: float = 60.0) -> tuple[str, float]:
+    """Rank 1 is killed or stopped in step `when`, after a checkpoint; what the others are told, seconds after the last step."""
+    sparsedp.distributed.ranks._GRACE = GRACE
     run = begin(sharded(make(with_country=False), "row_wise"), "adafest", seed=None, timeout=timeout)
     engine, module = run[:2]
 
     def after(step: int) -> None:
         if step == when - 2:
             engine.save_checkpoint(path)
+        ended[:] = [time.monotonic()]
+
+    ended: list[float] = []
 
     def before(module: Any, args: Any) -> None:
         if engine.ledger.steps == when - 1 and dist.get_rank() == 1 and module.training:
             os.kill(os.getpid(), getattr(signal, how))
 
     module.over.register_forward_pre_hook(before)
-    try:
-        train(run, STEPS, after)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing happened"
+    said = _said(lambda: train(run, STEPS, after))
+    return said, time.monotonic() - ended[0]
 
 
-def skip_empty() -> str:
-    """Rank 1 leaves out a step, as a loop does that skips batches without examples."""
-    engine, module, optimizer, loader = begin(sharded(make(with_country=False), "row_wise"), "adafest")
-    try:
-        for step, (*inputs, labels) in enumerate(loader):
+def after_close(kernel: str, path: str) -> dict[str, Any]:
+    """Of the optimizer after close(): whether it has the module's parameters, and moves the tables that it moved."""
+    module = make(with_country=False)
+    ranks = dist.get_world_size()
+    plan = construct_module_sharding_plan(
+        module.tables, {name: row_wise(compute_kernel=kernel) for name in module.tables.embedding_bags},
+        local_size=ranks, world_size=ranks, device_type="cpu",
+    )  # fmt: skip
+    module.tables = shard(module.tables, plan, device=torch.device("cpu"))
+    optimizer = torch.optim.Adagrad(module.parameters(), lr=0.1)
+    loader = DataLoader(Clicks(), batch_size=BATCH, shuffle=True, collate_fn=collate)
+    engine = sparsedp.PrivacyEngine(seed=3)
+    private = engine.make_private(
+        module=module, optimizer=optimizer, data_loader=loader, noise_multiplier=1.0, max_grad_norm=1.0,
+        mechanism=sparsedp.AdaFEST(threshold=2.0, noise_ratio=2.0),
+    )  # fmt: skip
+    train((engine, *private), 2)
+    sums = sorted(float(state["sum"].sum()) for state in optimizer.state.values())
+    engine.close()
+    engine.close()
+    mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    result = {
+        "the module's": mine == {id(parameter) for parameter in module.parameters()},
+        "state": sorted(float(optimizer.state[p]["sum"].sum()) for p in module.parameters()) == sums,
+        "checkpoint": _said(lambda: engine.save_checkpoint(path)),
+    }
+    before = [part.clone() for _, part, _ in parts_of(module)]
+    *inputs, labels = collate([Clicks()[i] for i in range(20)])
+    optimizer.zero_grad()
+    F.binary_cross_entropy_with_logits(module(*inputs), labels).backward()
+    optimizer.step()
+    moved = {name: float((part - old).abs().max()) for old, (name, part, _) in zip(before, parts_of(module))}
+    return result | {"moved": {name: far for name, far in moved.items() if name.startswith("tables")}}
+
+
+class _SlowFile(io.BytesIO):
+    """Whose first large piece takes as long as three timeouts."""
+
+    slept = False
+
+    def write(self, data: Any) -> int:
+        if len(data) > 256 and not self.slept:
+            self.slept = True
+            time.sleep(3 * SHORT)
+        return super().write(data)
+
+
+SHORT = 2.0  # seconds: a timeout that is waited for
+
+
+def slow(folder: str) -> dict[str, Any]:
+    """What takes three timeouts on one rank alone: an export, settling, files, their digests, an evaluation."""
+    from sparsedp.distributed import checkpoint
+
+    rank, path = dist.get_rank(), str(Path(folder) / "checkpoint")
+    before = training.get_timeout(dist.group.WORLD)
+    run = begin(sharded(make(with_country=False), "row_wise"), "lazydp", timeout=SHORT)
+    engine = run[0]
+    train(run, 2)
+    within = training.get_timeout(dist.group.WORLD)
+
+    def once(work: Any) -> Any:
+        done: list[bool] = []
+
+        def slowly(*args: Any) -> Any:
+            if not done:
+                done.append(True)
+                time.sleep(3 * SHORT)
+            return work(*args)
+
+        return slowly
+
+    written = _SlowFile()
+    engine.save_state_dict(written)
+    train(run, 3)
+    if rank == 1:
+        run[2].owner.settle_all = once(run[2].owner.settle_all)
+    with _replaced(os, "fsync", once(os.fsync) if rank == 0 else os.fsync):
+        engine.save_checkpoint(path)
+    train(run, 4)
+    with _replaced(checkpoint, "_digest", once(checkpoint._digest) if rank else checkpoint._digest):
+        engine.save_checkpoint(path)
+    train(run, 5)
+    with _replaced(checkpoint, "_digest", once(checkpoint._digest) if rank else checkpoint._digest):
+        engine.load_checkpoint(path)
+    train(run, 6)
+    with engine.long_work():
+        if rank == 0:
+            time.sleep(3 * SHORT)
+    train(run, 7)
+    failed = _said(lambda: _fail_in_long_work(engine))
+    train(run, 8)
+    engine.close()
+    after = training.get_timeout(dist.group.WORLD)
+    return {"steps": engine.ledger.steps, "slept": written.slept, "timeouts": (before, within, after), "failed": failed}
+
+
+def _fail_in_long_work(engine: Any) -> None:
+    with engine.long_work():
+        if dist.get_rank() == 1:
+            raise OSError("no space left")
+
+
+def skip_empty() -> tuple[str, list[int]]:
+    """Rank 1 leaves out a step on a batch of which it has no example; what is said, and the units in batches left out."""
+    module = sharded(make(with_country=False), "row_wise")
+    engine, module, optimizer, loader = begin(module, "adafest", data=Clicks(12), batch_size=1)
+    skipped: list[int] = []
+
+    def loop() -> None:
+        for *inputs, labels in loader:
             optimizer.zero_grad()
-            if step == 2 and dist.get_rank() == 1:
+            if loader.current.stand_in and dist.get_rank() == 1 and not skipped:
+                skipped.append(loader.current.units)
                 continue
             F.binary_cross_entropy_with_logits(module(*inputs), labels).backward()
             optimizer.step()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing happened"
+
+    return _said(loop), skipped
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -446,6 +593,7 @@ def refusals(folder: str) -> dict[str, str]:
         lambda: begin(sharded(make(with_country=False), "row_wise"), "adafest", data=Clicks(20 if rank else 200))
     )
     said["DDP"] = _said(lambda: begin(_with_ddp(), "adafest"))
+    said["FSDP"] = _said(lambda: begin(_with_fsdp(), "adafest"))
     said["a copied table"] = _said(lambda: begin(sharded(make(), "row_wise"), "lazydp"))
     said["a wrong id"] = _said(_wrong_id)
     said["NaN on one rank"] = _said(_nan_on_one_rank)
@@ -459,6 +607,147 @@ def _with_ddp() -> nn.Module:
     module = sharded(make(with_country=False), "row_wise")
     module.over = nn.parallel.DistributedDataParallel(module.over)
     return module
+
+
+def _with_fsdp() -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module = sharded(make(with_country=False), "row_wise")
+    fully_shard(module.over, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    return module
+
+
+def of_torchrec() -> dict[str, Any]:
+    """What is said of TorchRec's own optimizers, and whether what is said to pass instead trains the model of one process."""
+    from torch.distributed.optim import _apply_optimizer_in_backward
+    from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+    def asked(module: nn.Module, make_optimizer: Callable[[nn.Module], Any], mechanism: str = "adafest") -> str:
+        loader = DataLoader(Clicks(), batch_size=BATCH, shuffle=True, collate_fn=collate)
+        settings: Any = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, "mechanism": MECHANISMS[mechanism]()}
+        optimizer, engine = make_optimizer(module), sparsedp.PrivacyEngine(seed=3)
+        return _said(lambda: engine.make_private(module=module, optimizer=optimizer, data_loader=loader, **settings))
+
+    def with_fused() -> nn.Module:
+        module = make(with_country=False)
+        _apply_optimizer_in_backward(RowWiseAdagrad, module.tables.parameters(), {"lr": 0.02})
+        return sharded(module, "row_wise")
+
+    def dense(module: nn.Module) -> Any:
+        rest = dict(in_backward_optimizer_filter(module.named_parameters()))
+        return KeyedOptimizerWrapper(rest, lambda parameters: torch.optim.Adam(parameters, lr=0.001))
+
+    def row_wise_adagrad(module: nn.Module) -> Any:
+        return [RowWiseAdagrad(module.tables.parameters()), torch.optim.SGD(module.over.parameters())]
+
+    return {
+        "combined": asked(with_fused(), lambda m: CombinedOptimizer([m.tables.fused_optimizer, dense(m)])),
+        "wrapped": asked(with_fused(), dense),
+        "in a list": asked(with_fused(), lambda m: [m.tables.fused_optimizer, torch.optim.Adam(m.over.parameters())]),
+        "row-wise": asked(with_fused(), row_wise_adagrad),
+        "row-wise by columns": asked(sharded(make(with_country=False), "column_wise"), row_wise_adagrad, "dpsgd"),
+        "in the backward pass": _said(_in_backward),
+        "instead": asked(
+            with_fused(),
+            lambda module: [
+                torch.optim.Adagrad(sparsedp.table_parameters(module), lr=0.02),
+                torch.optim.Adam(sparsedp.dense_parameters(module), lr=0.001),
+            ],
+        ),
+    }
+
+
+def _in_backward() -> None:
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = make(with_country=False)
+    _apply_optimizer_in_backward(torch.optim.SGD, module.tables.parameters(), {"lr": 0.02})
+    with alone():
+        begin(module, "adafest")
+
+
+def as_dtensors(sharding: str) -> dict[str, Any]:
+    """A collection whose state_dict has DTensors: how far the run is from that of one process, and what its shards are."""
+    with alone():
+        one = begin(make(with_country=False), "adafest")
+        train(one)
+    whole = {name: tensor.clone() for name, tensor in one[1].state_dict().items()}
+    module = make(with_country=False)
+    weights = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    ranks, names = dist.get_world_size(), list(module.tables.embedding_bags)
+    plan = construct_module_sharding_plan(
+        module.tables, {name: sharding_of(sharding, i) for i, name in enumerate(names)},
+        local_size=ranks, world_size=ranks, device_type="cpu",
+    )  # fmt: skip
+    env = ShardingEnv(ranks, dist.get_rank(), dist.group.WORLD, output_dtensor=True)
+    module.tables = shard(module.tables, plan, env=env, device=torch.device("cpu"))
+
+    def parts() -> Iterator[tuple[str, Tensor, tuple[slice, ...]]]:
+        for name, value in module.state_dict().items():
+            if isinstance(value, DTensor):
+                local = value.to_local()
+                for part, offsets in zip(local.local_shards(), local.local_offsets()):
+                    yield name, part, tuple(slice(at, at + size) for at, size in zip(offsets, part.shape))
+            else:
+                yield name, value, ()
+
+    for name, part, where in parts():
+        part.copy_(weights[name][where])
+    train(begin(module, "adafest"))
+    kinds = sorted({type(value).__name__ for value in module.tables.state_dict().values()})
+    far = max(float((part - whole[name][where]).abs().max()) for name, part, where in parts() if part.numel())
+    return {"distance": far, "kinds": kinds}
+
+
+def odd_parameters() -> dict[str, Any]:
+    """Dense parameters without an axis, and frozen ones of half precision and odd width; what is said when they part."""
+
+    class Odd(Bags):
+        def __init__(self) -> None:
+            super().__init__(with_country=False)
+            self.factor = nn.Parameter(torch.tensor(1.0))
+            self.short = nn.Parameter(torch.ones(3, dtype=torch.float16), requires_grad=False)
+            self.flags = nn.Parameter(torch.ones(5, dtype=torch.uint8), requires_grad=False)
+
+        def forward(self, numbers: Tensor, features: KeyedJaggedTensor, country: Tensor) -> Tensor:
+            return self.factor * super().forward(numbers, features, country)
+
+    shapes = {torch.float64: (), torch.float16: (3,), torch.bfloat16: (7, 1), torch.bool: (3, 3), torch.complex128: ()}
+    told_apart = [
+        _sum_of_bits(torch.ones(shape, dtype=dtype)) != _sum_of_bits(torch.zeros(shape, dtype=dtype))
+        for dtype, shape in shapes.items()
+    ]
+    run = begin(sharded(Odd(), "row_wise"), "adafest")
+    train(run, 2)
+
+    def part(step: int) -> None:
+        if step == 3 and dist.get_rank() == 1:
+            with torch.no_grad():
+                run[1].factor.add_(1)
+
+    return {"told apart": told_apart, "parted": _said(lambda: train(run, 6, part))}
+
+
+def other_configurations(path: str, changes: dict[str, list[str]], file: str) -> dict[str, str]:
+    """What `sparsedp train` says where rank 1 has another configuration, file of code, or version of torch."""
+    from sparsedp.cli.config.load import load_config
+    from sparsedp.cli.processes import Together
+    from sparsedp.cli.run import run_training
+
+    rank, processes = dist.get_rank(), Together()
+
+    def run(overrides: list[str]) -> None:
+        run_training(load_config(path, overrides if rank else []), Path(path).parent / "run", processes=processes)
+
+    said = {name: _said(lambda: run(overrides)) for name, overrides in changes.items()}
+    with _replaced(torch, "__version__", "2.99.0" if rank else torch.__version__):
+        said["another torch"] = _said(lambda: run([]))
+    if rank:  # the module is loaded by now
+        sys.modules["own"].__file__ = file
+    said["other code"] = _said(lambda: run([]))
+    return said
 
 
 def _wrong_id() -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torchrec")
+from attacks import GRACE, TIMEOUT
 from launch import launch
-from test_lost_ranks import whole
+from test_lost_ranks import SLACK, whole
 
 pytestmark = pytest.mark.distributed
 
@@ -24,6 +25,22 @@ def test_no_unit_adds_more_than_the_bound(kind: str, weighted: bool, pooling: st
     for ended in launch(2, "attacks.contributions", kind, weighted, pooling):
         for name, added in ended.value.items():
             assert 0 < added <= 1 + 1e-4, (name, added)
+
+
+@pytest.mark.parametrize(
+    ("norms", "beyond"),
+    [
+        ("as they are", set()),
+        ("an example's rows not merged", {"one id twenty times", "the same id in all features"}),
+        ("features not merged", {"one id twenty times", "the same id in all features"}),
+    ],
+)
+def test_rows_of_a_unit_are_merged_before_squaring(norms: str, beyond: set[str]) -> None:
+    """Also across features that share a table: otherwise a unit counts for more than the bound, and this shows it."""
+    for ended in launch(2, "attacks.contributions_with", norms):
+        found = {name for name, added in ended.value.items() if added > 1 + 1e-4}
+        assert found == beyond, ended.value
+        assert all(added > 0.5 for added in ended.value.values())
 
 
 def test_nothing_goes_around_the_private_step() -> None:
@@ -118,14 +135,19 @@ def five_steps() -> dict[str, Any]:
     [
         *((moment, killed) for moment in ("before the files", "within a file", "after the files") for killed in (0, 1)),
         ("before the rename", 0), ("after the rename", 0), ("while the last one is removed", 0),
+        ("stopped within a file", 0), ("stopped within a file", 1),
     ],
 )  # fmt: skip
 def test_a_kill_in_a_save_leaves_a_whole_checkpoint(tmp_path: Path, moment: str, killed: int) -> None:
     """That of step 2, or that of step 4: with either, a seeded run ends as if nobody had been killed."""
     path = str(tmp_path / "checkpoint")
-    ended = launch(2, "attacks.killed_in_save", path, moment, killed)
+    ended = launch(
+        2, "attacks.killed_in_save", path, moment, killed, lost=killed if moment.startswith("stopped") else None
+    )
     assert ended[killed].code == -9, ended[killed].output
-    assert f"RankLostError: Rank(s) {killed} of 2" in ended[1 - killed].value
+    said, seconds = ended[1 - killed].value
+    assert f"RankLostError: Rank(s) {killed} of 2" in said
+    assert seconds <= TIMEOUT + GRACE + SLACK
     resumed = [
         ended.value for ended in launch(2, "resume", "lazydp by step", "table_wise", 5, path, path, momentum=0.9)
     ]

@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("torchrec")
 import commands
 import torch
+from launch import launch
 
 pytestmark = pytest.mark.distributed
 
@@ -395,6 +396,25 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(here: Path) -> None:
     assert json.loads(Path("run/private/result.json").read_text())["steps"] == 30
 
 
+def test_ranks_with_other_configurations_are_refused_at_the_start(here: Path) -> None:
+    """With a given noise multiplier the plan does not depend on these, and ranks would wait for each other in vain."""
+    keys = {
+        "training.epochs": 5, "training.evaluate_every": 3, "training.checkpoint_every": 2, "training.seed": 7,
+        "distributed.sharding": "table_wise", "privacy.mechanism.aggregate": "true",
+    }  # fmt: skip
+    changes = {key: [f"{key}={value}"] for key, value in keys.items()}
+    (here / "other.py").write_text(f"{OWN}# another commit\n")
+    for ended in launch(2, "other_configurations", str(here / "mine.yaml"), changes, str(here / "other.py")):
+        for key in keys:
+            assert ended.value[key].startswith(f"ConfigError: {key}: ") and "on rank 1" in ended.value[key], (
+                ended.value[key]
+            )
+        assert "3 on rank 0" in ended.value["training.epochs"]
+        assert "the version of torch: 2.99.0 on rank 1" in ended.value["another torch"]
+        assert "the file of own:clicks" in ended.value["other code"]
+    assert not (here / "run").exists()
+
+
 def test_what_is_refused_in_one_line(here: Path) -> None:
     def refused(*arguments: str) -> str:
         done = sparsedp("train", *arguments, code=2)
@@ -410,3 +430,18 @@ def test_what_is_refused_in_one_line(here: Path) -> None:
     assert not Path("runs").exists()
     done = subprocess.run([*TORCHRUN, "evaluate", "run"], env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
     assert done.returncode and done.stderr.count("evaluate runs in one process") == 1
+
+
+def test_the_example_ends_with_the_same_model_in_one_process_and_in_two() -> None:
+    """`torchrun examples/sharded.py`, as its first line says; on the batches, and so in what it prints."""
+    example = Path(__file__).parents[2] / "examples" / "sharded.py"
+    said = []
+    for processes in ("1", "2"):
+        command = [*TORCHRUN[:4], "--nproc-per-node", processes, str(example)]
+        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        said.append(done.stdout)
+    one, two = ([line for line in text.splitlines() if "epoch" in line] for text in said)
+    assert len(one) == len(two) == 3 and one == two
+    assert all("seed" in text and "epsilon" in text for text in said)
+    assert "between the processes" in said[1] and "between the processes" not in said[0]

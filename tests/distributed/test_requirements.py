@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 
 import pytest
 
+from sparsedp import PrivacyEngine
+from sparsedp.cli.config.sections import DistributedConfig
 from sparsedp.distributed import require_torchrec
+from sparsedp.distributed.requirements import _require_release
 from sparsedp.errors import UnsupportedError
 
 
@@ -38,6 +42,24 @@ def test_another_abi_is_explained_with_the_release_to_install(monkeypatch: pytes
     without(monkeypatch, "fbgemm_gpu")
     with pytest.raises(UnsupportedError, match=r"the FBGEMM release of torch 2\.99"):
         require_torchrec()
+
+
+@pytest.mark.parametrize("release", ["1.7.9", "1.0.0", "1.9.3", "1.10.0", "2.0.0"])
+def test_releases_that_were_not_tried_are_refused(release: str) -> None:
+    with pytest.raises(
+        UnsupportedError, match=rf"TorchRec {release} .*1\.8\.0 to 1\.9\.2.*pip install --no-deps torchrec==1\.9\.2"
+    ):
+        _require_release(release)
+
+
+@pytest.mark.parametrize("release", ["1.8.0", "1.8.0+cpu", "1.9.0", "1.9.2"])
+def test_releases_that_were_tried(release: str) -> None:
+    _require_release(release)
+
+
+def test_ranks_wait_for_a_minute_unless_told_otherwise() -> None:
+    given = inspect.signature(PrivacyEngine).parameters["rank_timeout"].default
+    assert given == DistributedConfig().rank_timeout == 60
 
 
 @pytest.mark.distributed

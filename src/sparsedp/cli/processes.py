@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from sparsedp._torch import default_store
+from sparsedp.distributed.long_work import lost_ranks
 from sparsedp.distributed.ranks import missing_ranks
 from sparsedp.errors import RankLostError, SparseDPError, UnsupportedError, one_line
 
@@ -113,11 +114,7 @@ class Together(Processes):
         try:
             message()
         except RuntimeError as error:
-            missing = ", ".join(map(str, missing_ranks(self.rank, self.count)))
-            raise RankLostError(
-                f"Rank(s) {missing or 'of unknown number'} of {self.count} did not answer: killed, out of memory, or stopped by "
-                "an error of their own? Look at their output. The last checkpoint is whole: resume from it."
-            ) from error
+            raise lost_ranks(missing_ranks(self.rank, self.count), self.count) from error
 
 
 def started_together() -> bool:

@@ -34,6 +34,7 @@ from sparsedp.cli.processes import ALONE, Processes
 from sparsedp.cli.progress import Reporter, every_few_seconds
 from sparsedp.cli.result import RunResult
 from sparsedp.cli.runfolder import FolderOfFirst, RunFolder, refuse_used_folder
+from sparsedp.cli.same_configuration import require_same_configuration
 from sparsedp.cli.signals import stop_on_signals
 from sparsedp.cli.stopwatch import Stopwatch
 from sparsedp.cli.training import Training
@@ -85,6 +86,7 @@ def run_training(
         limit_threads(config)
         config.make_mechanism()  # what it refuses is refused before any data is read
         if processes.several:
+            require_same_configuration(config, processes)
             refuse_together(config)
         with watch("data"):
             if data is None:

@@ -15,7 +15,7 @@ from sparsedp.cli.progress import Reporter, evaluation_progress
 from sparsedp.cli.result import FAILED
 from sparsedp.cli.runfolder import RunFolder
 from sparsedp.cli.signals import StopRequests
-from sparsedp.errors import one_line
+from sparsedp.errors import RankLostError, one_line
 
 
 class ScheduledEvaluation:
@@ -61,13 +61,13 @@ class ScheduledEvaluation:
         if not on_held_out and span is None:
             return
         try:
-            with self._interruptible():
+            with self._interruptible(), self.parts.engine.long_work():
                 if on_held_out:
                     self._evaluate()
                 if span is not None:
                     self._evaluate_next(span)
-        except DivergedError:
-            raise  # further steps would be wasted
+        except (DivergedError, RankLostError):
+            raise  # further steps would be wasted, or fail
         except Exception as error:
             self._note_failure(error)
         except KeyboardInterrupt:
@@ -83,7 +83,7 @@ class ScheduledEvaluation:
         try:
             if self.parts.processes.any(self.signals is not None and self.signals()):
                 raise KeyboardInterrupt
-            with self._interruptible():
+            with self._interruptible(), self.parts.engine.long_work():
                 self._evaluate()
             refuse_diverged(self.config, self.metrics)
         except KeyboardInterrupt:

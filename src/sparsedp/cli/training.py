@@ -248,7 +248,7 @@ class Training:
             return
         several = self.processes.several
         self._saving = True
-        with self._held(), self.watch("checkpoints"):
+        with self._held(), self.watch("checkpoints"), self.parts.engine.long_work():
             needed = self._bytes()
             if self.processes.is_first:
                 require_space(self.folder.path, needed, "the next checkpoint")
@@ -280,7 +280,7 @@ class Training:
     def _release(self) -> None:
         engine, model = self.parts.engine, self.parts.model
         self._saving = True
-        with self._held():
+        with self._held(), engine.long_work():
             if self.processes.is_first:
                 require_space(self.folder.path, model_bytes(model), "the weights")
             frequencies = None if engine.plan.frequencies is None else engine.release_frequencies()

@@ -25,7 +25,7 @@ from sparsedp import checkpoint
 from sparsedp._torch import make_sharded_tensor, without_subclasses
 from sparsedp.accounting.ledger import Ledger
 from sparsedp.checkpoint import State
-from sparsedp.errors import CheckpointError, one_line
+from sparsedp.errors import CheckpointError, RankLostError, one_line
 from sparsedp.kernels.mapped import copy_mapped
 from sparsedp.optimizer import PrivateOptimizer
 from sparsedp.sampling import PrivateLoader
@@ -186,6 +186,8 @@ def _save(
 ) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
+    from sparsedp.distributed.storage import Writer
+
     mark, ledger = state.lineage.last
     digest = hashlib.sha256(repr(ledger.state_dict()).encode()).hexdigest()
     run.require_same({"its number of steps": ledger.steps, "its ledger": digest, "its place in the data": state.loader})
@@ -200,7 +202,9 @@ def _save(
     layouts = run.merged(held.optimizer_layouts())
     numbers = run.merged(held.optimizer_numbers())
     parts = dict(held.model()) | dict(held.optimizer_parts(layouts))
-    save_state_dict(_for_torch(parts, run), checkpoint_id=folder, process_group=run.group)
+    writer = Writer(folder, run.long_work.meet)
+    save_state_dict(_for_torch(parts, run), storage_writer=writer, process_group=run.group)
+    writer.write_metadata()
     digests = run.merged({name: {"digest": _digest(folder / name, key)} for name in _files_of(folder, run.rank)})
     if run.rank == 0:
         content = {
@@ -247,6 +251,8 @@ def restore(
 ) -> Callable[[], None]:  # fmt: skip
     """As `sparsedp.checkpoint.restore`: between any number of processes that wrote it, and that read it."""
     from torch.distributed.checkpoint.state_dict_loader import load as load_state_dict
+
+    from sparsedp.distributed.storage import Reader
 
     held = Held(module, optimizer, run)
     if "of_several" in state.model:
@@ -295,7 +301,10 @@ def restore(
             try:
                 group = None if run is None else run.group
                 folder = Path(path) / state.lineage.last[0]
-                load_state_dict(_for_torch(parts, run), checkpoint_id=folder, process_group=group, no_dist=run is None)
+                reader = Reader(folder, (lambda: None) if run is None else run.long_work.meet)
+                load_state_dict(_for_torch(parts, run), storage_reader=reader, process_group=group, no_dist=run is None)
+            except RankLostError:
+                raise
             except Exception as error:
                 raise CheckpointError(f"{path} could not be read: {one_line(error)}") from error
         optimizer.partly_loaded = False

@@ -326,12 +326,18 @@ def _refused(table: str, what: str, instead: str) -> str:
 
 def local_shards(sharded: nn.Module) -> dict[str, Tensor]:
     """The memory of the shards that this rank has, by the names of the tables in the collection."""
+    from torch.distributed.tensor import DTensor
+
     shards = {}
     for key, value in sharded.state_dict().items():
         if hasattr(value, "local_shards"):
             local = value.local_shards()
             if local:
                 shards[key] = local[0].tensor.detach()
+        elif isinstance(value, DTensor):  # of ShardingEnv(output_dtensor=True): it wraps a list of shards
+            wrapped: Any = value.to_local()
+            if parts := wrapped.local_shards():
+                shards[key] = parts[0].detach()
         elif isinstance(value, Tensor):
             shards[key] = value.detach()
     return shards

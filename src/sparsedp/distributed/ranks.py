@@ -18,11 +18,14 @@ from torch import Tensor
 from sparsedp._torch import default_store
 from sparsedp.capture import RowSpace
 from sparsedp.distributed.exchange import ProcessExchange
+from sparsedp.distributed.long_work import lost_ranks
 from sparsedp.distributed.placement import Placement
-from sparsedp.errors import RankLostError, SparseDPError
+from sparsedp.errors import SparseDPError
 from sparsedp.tables import Ranks, RowExchange, Shard, TableSpec
 
 _ANY = -1  # of what a rank has no part of
+# Whole numbers as long as those of a tensor, by their bytes: a single number cannot be seen as several shorter ones.
+_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _GRACE = 10.0  # seconds in which ranks that are there say so, after a message failed
 
 
@@ -114,11 +117,7 @@ class ProcessRanks(Ranks):
             missing = missing_ranks(self.rank, self.count, self._lost)
             if not missing:
                 raise
-            names = ", ".join(map(str, missing))
-            raise RankLostError(
-                f"Rank(s) {names} of {self.count} did not answer: killed, out of memory, or stopped by an error of their own? "
-                "Look at their output. The last checkpoint is whole: resume from it, with as many ranks as there are."
-            ) from error
+            raise lost_ranks(missing, self.count) from error
 
     def all_to_all(self, values: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         """The parts of `values` go to the ranks, sent[r] numbers to rank r; what comes back has received[r] from rank r."""
@@ -184,4 +183,5 @@ def missing_ranks(rank: int, count: int, attempt: int = 1) -> list[int]:
 
 def _sum_of_bits(tensor: Tensor) -> int:
     """A number that tells tensors apart that differ by accident."""
-    return int(tensor.detach().contiguous().view(torch.int32).sum(dtype=torch.int64))
+    numbers = _NUMBERS.get(tensor.element_size(), torch.uint8)
+    return int(tensor.detach().contiguous().view(-1).view(numbers).sum(dtype=torch.int64))

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import re
 from importlib.metadata import PackageNotFoundError, version
 
 from sparsedp.errors import UnsupportedError, one_line
 
 # The FBGEMM release that loads beside each torch release. (1.8.0 was tried here; the others are by FBGEMM's own table.)
 FBGEMM_FOR_TORCH = {"2.13": "1.8.0", "2.10": "1.5.0", "2.9": "1.4.0", "2.7": "1.2.0"}
-_INSTALL = 'pip install -c constraints.txt -e ".[torchrec]" && pip install --no-deps -c constraints.txt torchrec'
+TORCHREC = ("1.8.0", "1.9.2")  # the releases that were tried, the first and the last
+_INSTALL = f'pip install "sparsedp[torchrec]" && pip install --no-deps torchrec=={TORCHREC[0]}'
 
 
 def require_torchrec() -> None:
-    """Raises, with what to install, unless TorchRec can be imported and FBGEMM's operators run."""
+    """Raises, with what to install, unless TorchRec is of a release that fits and FBGEMM's operators run."""
     import torch
 
     release = ".".join(torch.__version__.split(".")[:2])
@@ -34,9 +36,24 @@ def require_torchrec() -> None:
             f"one torch release, and pip does not know it. Install {wanted}: pip install --no-deps --force-reinstall {wanted}"
         ) from error
     try:
-        importlib.import_module("torchrec")
+        torchrec = importlib.import_module("torchrec")
     except ImportError as error:
         raise UnsupportedError(f"TorchRec cannot be imported ({one_line(error)}). Install it: {_INSTALL}") from error
+    _require_release(str(torchrec.__version__))
+
+
+def _require_release(release: str) -> None:
+    first, last = (_numbers(known) for known in TORCHREC)
+    if not first <= _numbers(release) <= last:
+        raise UnsupportedError(
+            f"TorchRec {release} was not tried with SparseDP, which reads TorchRec's own shards and plans: its releases are "
+            f"{TORCHREC[0]} to {TORCHREC[1]}. Install one of them: pip install --no-deps torchrec=={TORCHREC[1]}"
+        )
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """1.9.2 of 1.9.2+cpu, to compare by. What is before a release, such as 1.9.2rc1, is not told apart from it."""
+    return tuple(int(part) for part in re.findall(r"\d+", release.partition("+")[0])[:3])
 
 
 def _installed() -> str:

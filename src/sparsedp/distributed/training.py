@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from sparsedp._torch import set_timeout
+from sparsedp._torch import get_timeout, set_timeout
 from sparsedp.capture import RowSpace
 from sparsedp.distributed.collections import (
     divided_tables,
@@ -27,8 +27,11 @@ from sparsedp.distributed.collections import (
     sharded_collections,
 )
 from sparsedp.distributed.embeddings import DividedTable, make_image_of
+from sparsedp.distributed.long_work import LongWork
 from sparsedp.distributed.placement import PlacedShard, Placement
 from sparsedp.distributed.ranks import ProcessRanks
+from sparsedp.distributed.requirements import require_torchrec
+from sparsedp.distributed.torchrec_optimizers import refuse_means_over_columns
 from sparsedp.errors import SparseDPError, UnsupportedError
 from sparsedp.fingerprint import fingerprint
 from sparsedp.noise import RandomKey
@@ -61,14 +64,19 @@ class Together:
     group: Any
     rank: int
     count: int
-    images: dict[str, Any]  # of the sharded collections, by name
-    placement: dict[str, tuple[PlacedShard, ...]]  # of their tables; () for those that every rank has as a whole
+    long_work: LongWork
+    images: dict[str, Any] = field(default_factory=dict)  # of the sharded collections, by name
+    # Of their tables; () for those that every rank has as a whole.
+    placement: dict[str, tuple[PlacedShard, ...]] = field(default_factory=dict)
     told: bool = False  # whether ranks were told of an error
     # Where images stand: the module, the attribute, and the sharded collection that was there.
     places: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
-    held: dict[str, nn.Parameter] = field(
-        default_factory=dict
-    )  # of their tables: this rank's shards, for the optimizer
+    # Of their tables: this rank's shards, for the optimizer.
+    held: dict[str, nn.Parameter] = field(default_factory=dict)
+    # What the optimizer has in the place of TorchRec's own parameters, which it is given back at the end.
+    optimizer: Optimizer | None = None
+    exchanged: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
+    timeout_before: timedelta | None = None  # of the default group, through which TorchRec looks rows up
 
     def held_parameters(self, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         return {name: self.held.get(name, parameter) for name, parameter in parameters.items()}
@@ -103,11 +111,17 @@ class Together:
         self.images[name] = image
 
     def close(self) -> None:
-        """Puts the sharded collections back where they were."""
+        """Puts the sharded collections and their parameters back where they were, and lets ranks wait for as long as before."""
         for parent, last, sharded in self.places:
             setattr(parent, last, sharded)
         for image in self.images.values():
             image.step_down()
+        if self.optimizer is not None:
+            _replace(self.optimizer, {mine: given for given, mine in self.exchanged.items()})
+            self.optimizer = None
+        if self.timeout_before is not None:
+            set_timeout(dist.group.WORLD, self.timeout_before)
+            self.timeout_before = None
 
     def gather(self, value: Any) -> list[Any]:
         """What all ranks have. Raises if one of them has failed (`tell`) instead."""
@@ -116,7 +130,7 @@ class Together:
     def tell(self, error: Exception) -> None:
         """Lets the other ranks, which wait for this one in `gather`, know why it does not come."""
         if not self.told:
-            with suppress(RuntimeError):  # they may be gone
+            with suppress(RuntimeError, SparseDPError):  # they may be gone, or have failed, too
                 self._gather(f"{type(error).__name__}: {error}", None)
 
     @contextmanager
@@ -132,6 +146,7 @@ class Together:
 
     def _gather(self, failure: str | None, value: Any) -> list[Any]:
         every: list[Any] = [None] * self.count
+        self.long_work.meet()
         dist.all_gather_object(every, (failure, value), group=self.group)
         failed = [(rank, text) for rank, (text, _) in enumerate(every) if text is not None]
         self.told = bool(failed)
@@ -263,20 +278,22 @@ def together(module: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Ite
         return
     inner = unwrapped(module)
     _refuse_wrapped(inner)
-    group = dist.new_group(backend="gloo", timeout=timeout)
+    rank, count = dist.get_rank(), dist.get_world_size()
+    run = Together(dist.new_group(backend="gloo", timeout=timeout), rank, count, LongWork(rank, count, timeout))
+    run.timeout_before = get_timeout(dist.group.WORLD)
     set_timeout(dist.group.WORLD, timeout)
-    run = Together(group, dist.get_rank(), dist.get_world_size(), {}, {})
-    held: dict[nn.Parameter, nn.Parameter] = {}  # in the place of TorchRec's parameters
     try:
         for name, sharded in list(sharded_collections(inner)):
+            require_torchrec()
             if not name:
                 raise UnsupportedError("The module is a sharded collection itself. Make it a part of a module.")
             run.placement |= placement_of(name, sharded)
             run.put_image(inner, name, make_image(name, sharded))
             shards = _held_shards(name, sharded)
             run.held |= {f"{name}.{key}": mine for key, (_, mine) in shards.items()}
-            held |= dict(shards.values())
-        _replace(optimizer, held)
+            run.exchanged |= dict(shards.values())
+        _replace(optimizer, run.exchanged)
+        run.optimizer = optimizer
         weights: dict[DividedTable, nn.Parameter] = {}  # of images, by their tables: modules may share one
         for name, divided in list(divided_tables(inner)):
             table = divided.table
@@ -287,24 +304,26 @@ def together(module: nn.Module, optimizer: Optimizer, timeout: timedelta) -> Ite
             image = make_image_of(divided, weights.get(table))
             weights[table] = image.weight
             run.put_image(inner, name, image)
+        refuse_means_over_columns(optimizer, run.placement, run.held)
         yield run
         run.gather("ready")
     except BaseException as error:
         run.close()
-        _replace(optimizer, {mine: given for given, mine in held.items()})
         if isinstance(error, Exception):
             run.tell(error)
         raise
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
     for name, part in module.named_modules():
         if isinstance(part, nn.parallel.DistributedDataParallel):
             raise UnsupportedError(
                 f"Module '{name}' is wrapped in DistributedDataParallel, which would add up unclipped gradients. With TorchRec, "
                 "make DistributedModelParallel(module, init_data_parallel=False), or use torchrec.distributed.shard."
             )
-        if type(part).__name__ in ("FullyShardedDataParallel", "FSDPModule") or hasattr(part, "_fsdp_state"):
+        if isinstance(part, (FSDPModule, FullyShardedDataParallel)):  # of fully_shard, and of FSDP's first version
             raise UnsupportedError(
                 f"Module '{name}' is under FSDP, which is not supported: leave the dense part whole."
             )

@@ -30,6 +30,11 @@ def refuse_for_sparse_gradients(
             f"This mechanism leaves row-sparse gradients for tables, which {kind} does not take. Use SGD or Adagrad, or have "
             f"both: optimizer=[Adagrad(sparsedp.table_parameters(module)), {kind}(sparsedp.dense_parameters(module))]."
         )
+    if kind == "RowWiseAdagrad":  # TorchRec's
+        raise UnsupportedError(
+            "This mechanism leaves row-sparse gradients for tables, which TorchRec's RowWiseAdagrad does not take. Use "
+            "torch.optim.Adagrad, or DPSGD(), whose gradients of tables are dense."
+        )
     held = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     trained = [name for name, p in parameters.items() if p.requires_grad and id(p) in held]
     dense = [name for name in trained if name not in tables]

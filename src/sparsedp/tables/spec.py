@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
@@ -54,7 +55,7 @@ def table_specs(parameters: Mapping[str, Tensor], tables: Collection[str]) -> di
 
 
 def table_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """The tables of a module, for an optimizer of their own: weights of nn.Embedding and nn.EmbeddingBag."""
+    """The tables of a module, for an optimizer of their own: of nn.Embedding, nn.EmbeddingBag and TorchRec's collections."""
     tables = find_tables(module)
     return [parameter for name, parameter in module.named_parameters() if name in tables]
 
@@ -68,4 +69,8 @@ def dense_parameters(module: nn.Module) -> list[nn.Parameter]:
 def find_tables(module: nn.Module) -> frozenset[str]:
     """Names of the embedding weights, as `named_parameters` has them."""
     weights = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    if (torchrec := sys.modules.get("torchrec.distributed.types")) is not None:
+        # Those of sharded collections, which have parameters without modules of torch's.
+        sharded = (m for m in module.modules() if isinstance(m, torchrec.ShardedModule))
+        weights |= {id(parameter) for m in sharded for parameter in m.parameters()}
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,21 +34,21 @@ def examples(n: int) -> list[Any]:
     return list(zip(*padded(n)))
 
 
-def jagged(ids: Tensor, lengths: Tensor) -> Any:
-    """Feature by feature, example by example, the first `length` ids of each."""
+def jagged(ids: Tensor, lengths: Tensor, weighted: bool = False) -> Any:
+    """Feature by feature, example by example, the first `length` ids of each, with weights of both signs."""
     sparse = importlib.import_module("torchrec.sparse.jagged_tensor")
     by_feature, sizes = ids.transpose(0, 1), lengths.T
-    return sparse.KeyedJaggedTensor(
-        keys=list(FEATURES), values=by_feature[torch.arange(LONGEST) < sizes[..., None]], lengths=sizes.reshape(-1)
-    )
+    values = by_feature[torch.arange(LONGEST) < sizes[..., None]]
+    weights = (values % 5).float() - 1.5 if weighted else None
+    return sparse.KeyedJaggedTensor(keys=list(FEATURES), values=values, lengths=sizes.reshape(-1), weights=weights)
 
 
-def collate(rows: list[Any]) -> Any:
+def collate(rows: list[Any], weighted: bool = False) -> Any:
     dense, ids, lengths, click = (torch.stack(column) for column in zip(*rows))
-    return dense, jagged(ids, lengths), click
+    return dense, jagged(ids, lengths, weighted), click
 
 
-def _tables(bags: bool, shared: bool = False, mean: bool = False, dims: int = DIM) -> nn.Module:
+def _tables(bags: bool, shared: bool = False, mean: bool = False, dims: int = DIM, weighted: bool = False) -> nn.Module:
     torchrec = importlib.import_module("torchrec")
     names = [list(FEATURES)] if shared else [[feature] for feature in FEATURES]
     config = torchrec.EmbeddingBagConfig if bags else torchrec.EmbeddingConfig
@@ -57,7 +58,8 @@ def _tables(bags: bool, shared: bool = False, mean: bool = False, dims: int = DI
         for i, features in enumerate(names)
     ]
     collection = torchrec.EmbeddingBagCollection if bags else torchrec.EmbeddingCollection
-    return collection(device=torch.device("cpu"), tables=tables)
+    options = {"is_weighted": True} if weighted else {}
+    return collection(device=torch.device("cpu"), tables=tables, **options)
 
 
 class Pooled(nn.Module):
@@ -94,6 +96,14 @@ def _dlrm(name: str, **options: Any) -> nn.Module:
     )  # fmt: skip
 
 
+def _transformer() -> nn.Module:
+    model = importlib.import_module("torchrec.models.experimental.transformerdlrm").DLRM_Transformer
+    return model(
+        embedding_bag_collection=_tables(True), dense_in_features=DENSE, dense_arch_layer_sizes=[8, DIM],
+        over_arch_layer_sizes=[8, 1], nhead=2, ntransformer_layers=1,
+    )  # fmt: skip
+
+
 def _deepfm() -> nn.Module:
     model = importlib.import_module("torchrec.models.deepfm").SimpleDeepFMNN
     return LogitOf(
@@ -117,33 +127,37 @@ class LogitOf(nn.Module):
 class Inside(nn.Module):
     """Makes the KeyedJaggedTensor in forward()."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, weighted: bool) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.weighted = model, weighted
 
     def forward(self, dense: Tensor, ids: Tensor, lengths: Tensor) -> Tensor:
-        return self.model(dense, jagged(ids, lengths))
+        return self.model(dense, jagged(ids, lengths, self.weighted))
 
 
 MODELS: list[tuple[str, Callable[[], nn.Module]]] = [
     ("EmbeddingBagCollection", Pooled),
     ("EmbeddingBagCollection.mean", lambda: Pooled(mean=True)),
     ("EmbeddingBagCollection.shared", lambda: Pooled(shared=True)),
+    ("EmbeddingBagCollection.weighted", lambda: Pooled(weighted=True)),
+    ("EmbeddingBagCollection.weighted.shared", lambda: Pooled(weighted=True, shared=True)),
     ("EmbeddingCollection", Sequences),
     ("EmbeddingCollection.shared", lambda: Sequences(shared=True)),
     ("DLRM", lambda: _dlrm("DLRM")),
     ("DLRM_DCN", lambda: _dlrm("DLRM_DCN", dcn_num_layers=2, dcn_low_rank_dim=4)),
     ("DLRM_Projection", lambda: _dlrm("DLRM_Projection", interaction_branch1_layer_sizes=[16, 16],
                                       interaction_branch2_layer_sizes=[16, 16])),
+    ("DLRM_Transformer", _transformer),
     ("SimpleDeepFMNN", _deepfm),
 ]  # fmt: skip
 
 
-def _inside(build: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
-    return lambda: Inside(build())
+def _cases(name: str, build: Callable[[], nn.Module]) -> list[Case]:
+    weighted = ".weighted" in name
+    return [
+        Case(f"torchrec.{name}", "torchrec", build, examples, logit_loss, partial(collate, weighted=weighted)),
+        Case(f"torchrec.{name}.inside", "torchrec", lambda: Inside(build(), weighted), padded, logit_loss),
+    ]
 
 
-CASES = [
-    *(Case(f"torchrec.{name}", "torchrec", build, examples, logit_loss, collate) for name, build in MODELS),
-    *(Case(f"torchrec.{name}.inside", "torchrec", _inside(build), padded, logit_loss) for name, build in MODELS),
-]
+CASES = [case for name, build in MODELS for case in _cases(name, build)]

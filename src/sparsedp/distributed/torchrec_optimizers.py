@@ -1,0 +1,107 @@
+"""TorchRec's optimizers, which private training cannot use, refused with torch's optimizers to pass in their place."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from sparsedp.distributed.placement import PlacedShard
+from sparsedp.errors import UnsupportedError
+from sparsedp.several_optimizers import parts_of
+
+# torch's optimizer of the same kind as one that FBGEMM fuses into the backward pass, by words in the name of that.
+_INSTEAD = {"adagrad": "Adagrad", "adam": "SparseAdam", "lamb": "SparseAdam"}
+
+
+def refuse_optimizers_of_torchrec(optimizer: Optimizer, module: nn.Module) -> None:
+    """Raises for optimizers that work in TorchRec's own backward pass, or by names of parameters."""
+    for name, parameter in module.named_parameters():
+        # What stands at the tables of sharded collections is empty: FBGEMM has the optimizer.
+        others = [o for o in getattr(parameter, "_in_backward_optimizers", []) if not _is_fused(o)]
+        if others:
+            line = _line([f"{_kind(others[0])}(sparsedp.table_parameters(module), lr={_rate(others[0])})"])
+            raise UnsupportedError(
+                f"Parameter '{name}' is moved in the backward pass (apply_optimizer_in_backward), before anything could be "
+                f"clipped. Leave that out and {line}"
+            )
+    if "torchrec" not in sys.modules:
+        return
+    from torchrec.optim.keyed import KeyedOptimizer
+
+    for part in parts_of(optimizer):
+        if isinstance(part, KeyedOptimizer):
+            raise UnsupportedError(
+                f"{type(part).__name__} is TorchRec's, which moves tables in its own backward pass. That never runs in private "
+                f"training: rows move in step(), by torch's optimizers. For it, {_line(_instead_of(part))}"
+            )
+
+
+def refuse_means_over_columns(
+    optimizer: Optimizer,
+    placement: Mapping[str, Collection[PlacedShard]],
+    held: Mapping[str, nn.Parameter],
+) -> None:
+    """Raises for row-wise optimizers of tables whose columns are on several ranks."""
+    if "torchrec" not in sys.modules:
+        return
+    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+    moved = {
+        id(parameter)
+        for part in parts_of(optimizer)
+        if isinstance(part, RowWiseAdagrad)
+        for group in part.param_groups
+        for parameter in group["params"]
+    }
+    for name, parts in placement.items():
+        if id(held.get(name)) in moved and len({part.shard.columns for part in parts}) > 1:
+            raise UnsupportedError(
+                f"RowWiseAdagrad keeps a mean over all columns of a row, and those of table '{name}' are on several ranks: each "
+                "would take another. Divide it by rows, or use torch.optim.Adagrad."
+            )
+
+
+def _is_fused(optimizer: Any) -> bool:
+    return "torchrec" in sys.modules and isinstance(optimizer, sys.modules["torchrec"].optim.fused.FusedOptimizer)
+
+
+def _instead_of(optimizer: Any) -> list[str]:
+    """Calls that make torch's optimizers, of the tables and of the dense parameters."""
+    parts = list(_leaves(optimizer))
+    tables = next((part for part in parts if _is_fused(part)), None)
+    dense = next((part for part in parts if not _is_fused(part)), None)
+    calls = [f"{_kind(tables)}(sparsedp.table_parameters(module), lr={_rate(tables)})"]
+    return [*calls, f"{_kind(dense)}(sparsedp.dense_parameters(module), lr={_rate(dense)})"]
+
+
+def _leaves(optimizer: Any) -> Iterator[Any]:
+    """The optimizers that a combined or wrapped one stands for."""
+    if hasattr(optimizer, "_optims"):
+        for _, part in optimizer._optims:
+            yield from _leaves(part)
+    elif hasattr(optimizer, "_optimizer"):
+        yield from _leaves(optimizer._optimizer)
+    else:
+        yield optimizer
+
+
+def _kind(optimizer: Any) -> str:
+    """torch's optimizer that is most like another."""
+    if type(optimizer).__module__.startswith("torch.optim"):
+        return f"torch.optim.{type(optimizer).__name__}"
+    fused = getattr(getattr(optimizer, "_emb_module", None), "optimizer", None)  # of FBGEMM
+    name = f"{fused} {type(optimizer).__name__}".lower()
+    return f"torch.optim.{next((kind for word, kind in _INSTEAD.items() if word in name), 'SGD')}"
+
+
+def _rate(optimizer: Any) -> str:
+    groups = [] if optimizer is None else list(optimizer.param_groups)
+    return format(float(groups[0]["lr"]), "g") if groups and "lr" in groups[0] else "..."
+
+
+def _line(calls: list[str]) -> str:
+    return f"pass optimizer={calls[0] if len(calls) == 1 else '[' + ', '.join(calls) + ']'}."
