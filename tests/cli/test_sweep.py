@@ -198,7 +198,10 @@ def test_the_bundled_sweep_is_complete_and_explains_every_key() -> None:
         ({"seeds": [1, 1]}, r"seeds: expected at least one seed, and none twice"),
         ({"losses": []}, r"losses: expected at least one"),
         ({"losses": [0]}, r"losses\[0\]: expected a number above 0"),
-        ({"metric": "acu"}, r"metric: expected auc or accuracy or log_loss or ndcg@10 or hit@10 or loss.*Did you mean 'auc'\?"),
+        (
+            {"metric": "acu"},
+            r"metric: expected auc or accuracy or log_loss or ndcg@10 or hit@10 or loss.*Did you mean 'auc'\?",
+        ),
         ({"reference": "dpsdg"}, r"reference: expected one of the variants .*Did you mean 'dpsgd'\?"),
         ({"variants": {}}, r"variants: expected at least one"),
         ({"variants": {"dpsgd": {"gird": {}}}}, r"variants.dpsgd.gird: unknown key.*Did you mean 'grid'\?"),

@@ -176,9 +176,7 @@ class TestARunThatDivergedIsAFailureAndItsModelIsKept:
         assert re.search(r"is [0-9.]+e\+2[4-8]: training has diverged", error), error
 
     @pytest.mark.parametrize("loss", ["loss=softmax", "loss=sampled_softmax"])
-    def test_of_sequences_which_are_ranked(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: str
-    ) -> None:
+    def test_of_sequences_which_are_ranked(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: str) -> None:
         settings = ["data.users=100", "data.items=20", "training.batch_size=20", loss, "optimizer={name: SGD, lr: 3e3}",
                     "training.negatives=4" if "sampled" in loss else "training.epochs=3", "training.check=false", "training.threads=1", "training.seed=0"]  # fmt: skip
         overrides = [part for setting in settings for part in ("--set", setting)]
@@ -203,7 +201,9 @@ class TestARunThatDivergedIsAFailureAndItsModelIsKept:
     ) -> None:
         early = "training.early_stopping={validation: public, every_epochs: 1, patience: 1, min_improvement: 1e30}"
         target = ["privacy.noise_multiplier=null", "privacy.target_epsilon=5"]
-        diverges(tmp_path, capsys, "optimizer.lr=1e6", early, "training.evaluate_every_epochs=1", *target, mechanism="lazydp")
+        diverges(
+            tmp_path, capsys, "optimizer.lr=1e6", early, "training.evaluate_every_epochs=1", *target, mechanism="lazydp"
+        )
         rows = [json.loads(line) for line in (tmp_path / "run" / "private" / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows if row["kind"] == "evaluation"] == [10, 20], "it was not evaluated again"
 
