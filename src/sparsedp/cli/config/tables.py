@@ -224,5 +224,9 @@ class TableData(ClickKind):
 def _columns(columns: list[str] | dict[str, Any], kind: type[T], key: str) -> dict[str, T]:
     """The options of each column, by its name."""
     if isinstance(columns, list):
+        for name in columns:
+            if columns.count(name) > 1:
+                raise SchemaError(key, f"the column {name!r} is named twice")
         columns = dict.fromkeys(columns)
-    return {name: build(kind, options or {}, f"{key}.{name}") for name, options in columns.items()}
+    said: dict[str, Any] = {name: {} if options is None else options for name, options in columns.items()}
+    return {name: build(kind, options, f"{key}.{name}") for name, options in said.items()}
