@@ -235,7 +235,9 @@ def test_files_of_folders_and_of_deep_patterns_have_digests(tmp_path: Path) -> N
         (tmp_path / name).write_text(name)
 
     def digested(*overrides: str) -> list[str]:
-        config = load_config("table", [f"data.cache_dir={tmp_path}/cache", "data.label=y", "data.categorical=[a]", *overrides])
+        config = load_config(
+            "table", [f"data.cache_dir={tmp_path}/cache", "data.label=y", "data.categorical=[a]", *overrides]
+        )
         return [Path(one["path"]).name for one in provenance(config)["data"]["files"]]
 
     assert digested(f"data.paths={tmp_path}/log") == ["a.csv", "b.csv"]
