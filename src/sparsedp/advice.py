@@ -234,7 +234,11 @@ def advise(
         keywords: dict[str, Any] = {**settings, "mechanism": mechanism}
         with concerns.without_warnings():
             if noise is None:
-                target = {"target_epsilon": target_epsilon, "target_delta": target_delta, "epochs": epochs}
+                target: dict[str, Any] = {
+                    "target_epsilon": target_epsilon,
+                    "target_delta": target_delta,
+                    "epochs": epochs,
+                }
                 _, private, loader = engine.make_private_with_epsilon(**parts, **target, **keywords)
             else:
                 _, private, loader = engine.make_private(**parts, noise_multiplier=noise, **keywords)
@@ -337,7 +341,7 @@ class _Looked:
             return _statistics(self._engine, plan, self._look_at)
         clip = plan.mechanism.contribution_clip or self._of_all
         if clip not in self._statistics:
-            if plan.mechanism.contribution_clip != clip:
+            if clip is not None and plan.mechanism.contribution_clip is None:
                 plan = replace(plan, mechanism=AdaFEST(map_clip=clip))
             self._statistics[clip] = _statistics(self._engine, plan, self._look_at)
         return self._statistics[clip]

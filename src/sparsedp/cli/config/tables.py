@@ -111,10 +111,10 @@ class TableData(ClickKind):
     label: str
     positive: str | list[str] | None = None
     label_above: float | None = None
-    categorical: list[str] | dict[str, Any] = field(default_factory=list)
-    numeric: list[str] | dict[str, Any] = field(default_factory=list)
-    sequence: list[str] | dict[str, Any] = field(default_factory=list)
-    text: list[str] | dict[str, Any] = field(default_factory=list)
+    categorical: list[str] | dict[str, Any] = field(default_factory=list, metadata={"values": CategoricalOptions})
+    numeric: list[str] | dict[str, Any] = field(default_factory=list, metadata={"values": NumericOptions})
+    sequence: list[str] | dict[str, Any] = field(default_factory=list, metadata={"values": SequenceOptions})
+    text: list[str] | dict[str, Any] = field(default_factory=list, metadata={"values": TextOptions})
     user: str | None = None
     time: str | None = None
     every: Literal["hour", "day", "week"] = "day"
