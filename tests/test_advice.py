@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -170,3 +171,38 @@ def test_small_tables_take_dpsgd_and_where_nothing_keeps_enough_the_most() -> No
     assert chosen is few[1] and "No mechanism keeps" in reason
     with pytest.raises(sparsedp.SparseDPError, match="No mechanism can train"):
         recommend([dataclasses.replace(few[0], refused="why")])
+
+
+def test_the_data_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FEST alone looks again, as it draws its rows; nothing changes by sharing the look."""
+    looks: list[str] = []
+    look = sparsedp.PrivacyEngine.touch_statistics
+
+    def noted(engine: Any, *arguments: Any, plan: Any, **more: Any) -> Any:
+        looks.append(plan.mechanism.name)
+        return look(engine, *arguments, plan=plan, **more)
+
+    monkeypatch.setattr(sparsedp.PrivacyEngine, "touch_statistics", noted)
+    shared = by_label(sparsedp.advise(**arguments(20_000), look_at="data"))
+    assert sorted(looks) == ["adafest", "fest"]
+    monkeypatch.setattr("sparsedp.advice._Looked.statistics", lambda looked, plan: noted(looked._engine, plan=plan))
+    alone = by_label(sparsedp.advise(**arguments(20_000), look_at="data"))
+    assert len(looks) > 6
+    for label, option in alone.items():
+        assert option.refused == shared[label].refused
+        assert option.prediction == shared[label].prediction, label
+
+
+def test_what_takes_long_is_told() -> None:
+    told: list[str] = []
+
+    @contextmanager
+    def progress(title: str, total: int) -> Any:
+        told.append(title)
+        yield lambda count: None
+
+    loss = F.binary_cross_entropy_with_logits
+    advice = sparsedp.advise(**arguments(2_000), look_at="data", loss_fn=loss, progress=progress)
+    for title in ("counting rows", "predicting LazyDP", "timing steps of EANA"):
+        assert title in told
+    assert all(option.seconds_per_step for option in advice.options if option.refused is None)

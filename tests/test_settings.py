@@ -110,7 +110,10 @@ def test_the_plan_holds_what_was_given() -> None:
     )
     plan = engine.plan
     assert plan.clipping == Clipping(3.0, "automatic", 0.5)
-    assert {s.name for s in fields(PlannedSettings)} - set(given) == {"stream", "validation"}  # which tests of their own give
+    assert {s.name for s in fields(PlannedSettings)} - set(given) == {
+        "stream",
+        "validation",
+    }  # which tests of their own give
     for setting in fields(PlannedSettings):
         if setting.name in given:
             assert getattr(plan, setting.name) == given[setting.name]

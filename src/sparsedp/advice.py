@@ -27,6 +27,7 @@ from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection
 from sparsedp.mechanisms.look import require_look
 from sparsedp.plan import PrivacyPlan
 from sparsedp.prediction import Prediction, TouchStatistics, find_auto_threshold, predict, statistics_from_release
+from sparsedp.progress import Progress, no_progress
 from sparsedp.refusals import refuse_optimizer
 from sparsedp.settings import SettingsKeywords, takes_settings
 from sparsedp.several_optimizers import as_one
@@ -56,6 +57,9 @@ class Option:
     prediction: Prediction | None = None
     step_size: float | None = None  # coordinates of the tables that a step reads or writes
     gradient_bytes: float | None = None
+    memory_bytes: float | None = (
+        None  # of all parameters, the optimizer's state, and what a step adds, without activations
+    )
     seconds_per_step: float | None = None
     seconds_of_run: float | None = None
     concerns: tuple[str, ...] = ()
@@ -85,7 +89,7 @@ class Option:
     def to_dict(self) -> dict[str, Any]:
         names = (
             "label", "guarantee", "private", "noise_multiplier", "gradient_noise", "kept_touches", "false_share", "step_size",
-            "gradient_bytes", "seconds_per_step", "seconds_of_run", "refused",
+            "gradient_bytes", "memory_bytes", "seconds_per_step", "seconds_of_run", "refused",
         )  # fmt: skip
         values = {name: getattr(self, name) for name in names}
         values["mechanism"] = self.mechanism.to_dict()
@@ -159,8 +163,8 @@ class Advice:
 HEADINGS = ("mechanism", "noise", "kept", "false", "gradient", "ms/step", "run", "memory", "promise")
 LEGEND = (
     "noise: on the gradient, as a multiple of max_grad_norm; kept: of what units touch; false: of the selected rows, those that "
-    "no unit touches; gradient: coordinates of tables that a step may change; memory: of a step's gradient; promise: what an "
-    "(epsilon, delta) covers"
+    "no unit touches; gradient: coordinates of tables that a step may change; memory: of parameters, optimizer state and a "
+    "step's gradient, without activations; promise: what an (epsilon, delta) covers"
 )
 
 
@@ -179,7 +183,7 @@ def cells(option: Option) -> tuple[str, ...]:
         shown(size, _count),
         shown(option.seconds_per_step, lambda v: f"{1000 * v:.3g}"),
         shown(option.seconds_of_run, lambda v: f"{v:,.0f} s" if v < 7200 else f"{v / 3600:,.1f} h"),
-        shown(option.gradient_bytes, lambda v: f"{v / 1e6:,.1f} MB"),
+        shown(option.memory_bytes, lambda v: f"{v / 1e6:,.1f} MB"),
         "refused" if option.refused else ("model" if option.private else "nothing"),
     )
 
@@ -203,6 +207,7 @@ def advise(
     look_at: Look,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     release: FrequencyRelease | None = None,
+    progress: Progress = no_progress,
     **settings: Unpack[SettingsKeywords],
 ) -> Advice:
     """Compares all mechanisms for a run that `make_private_with_epsilon` would start with these arguments. Trains nothing.
@@ -210,8 +215,8 @@ def advise(
     `look_at` says what rows are predicted from: `PublicCounts`, "release" (frequencies released once with noise, by `release`;
     pass `advice.settings` on, so that the run pays for it), or "data" (without noise; give the advice to `engine.add_advice`,
     so that the statement says it). With `loss_fn(output, target)` some steps of each mechanism are taken and timed, on copies of
-    the module: that needs its memory once more. A `mechanism` among the settings is compared with the others.
-
+    the module: that needs its memory once more. A `mechanism` among the settings is compared with the others. `progress`
+    (`sparsedp.progress.Progress`) is told what is being done.
     """
     require_look(look_at, "advise")
     if look_at == "release" and release is None:
@@ -221,42 +226,48 @@ def advise(
         settings["frequencies"] = release
 
     def begin(
-        mechanism: Mechanism, module: nn.Module, optimizer: Optimizer | Sequence[Optimizer]
+        mechanism: Mechanism, module: nn.Module, optimizer: Optimizer | Sequence[Optimizer], noise: float | None = None
     ) -> tuple[PrivacyEngine, Any, Any]:
-        engine = PrivacyEngine()
+        """With this noise, where no noise gives the mechanism an epsilon."""
+        engine = PrivacyEngine(progress=progress)
+        parts: dict[str, Any] = {"module": module, "optimizer": optimizer, "data_loader": data_loader}
         keywords: dict[str, Any] = {**settings, "mechanism": mechanism}
         with concerns.without_warnings():
-            _, private, loader = engine.make_private_with_epsilon(
-                module=module,
-                optimizer=optimizer,
-                data_loader=data_loader,
-                target_epsilon=target_epsilon,
-                target_delta=target_delta,
-                epochs=epochs,
-                **keywords,
-            )
+            if noise is None:
+                target: dict[str, Any] = {
+                    "target_epsilon": target_epsilon,
+                    "target_delta": target_delta,
+                    "epochs": epochs,
+                }
+                _, private, loader = engine.make_private_with_epsilon(**parts, **target, **keywords)
+            else:
+                _, private, loader = engine.make_private(**parts, noise_multiplier=noise, **keywords)
         return engine, private, loader
 
     engine = begin(accepted_mechanism(module, optimizer), module, optimizer)[0]
     try:
-        advice = compare(engine, look_at, asked)
+        advice = compare(engine, look_at, asked, progress)
     finally:
         engine.close()
     if loss_fn is None:
         return advice
     timed = []
     for option in advice.options:
-        if option.refused or not option.private:
+        if option.refused:
             timed.append(option)
             continue
         copied, its_optimizer = copy.deepcopy((module, optimizer))
-        trial, private, loader = begin(option.mechanism, copied, its_optimizer)
-        timed.append(option.timed(*_time_steps(trial, private, loader, copied, loss_fn), advice.steps))
+        noise = None if option.private else option.noise_multiplier
+        trial, private, loader = begin(option.mechanism, copied, its_optimizer, noise)
+        times = _time_steps(trial, private, loader, copied, loss_fn, option.label, progress)
+        timed.append(option.timed(*times, advice.steps))
         trial.close()
     return advice.with_options(timed)
 
 
-def compare(engine: PrivacyEngine, look_at: Look, asked: Mechanism | None = None) -> Advice:
+def compare(
+    engine: PrivacyEngine, look_at: Look, asked: Mechanism | None = None, progress: Progress = no_progress
+) -> Advice:
     """The table for a run that an engine has a plan for. If a release is looked at, it is the engine's own, drawn now."""
     plan, delta = engine.plan, engine.plan.target_delta
     if plan.target_epsilon is None or delta is None or plan.steps is None:
@@ -266,11 +277,14 @@ def compare(engine: PrivacyEngine, look_at: Look, asked: Mechanism | None = None
         assert plan.frequencies is not None
         release = replace(plan.frequencies, drawn=engine.release_frequencies())
     options = []
-    for label, mechanism in _candidates(engine, look_at, asked):
-        try:
-            options.append(_assess(engine, label, mechanism, look_at))
-        except (SparseDPError, ValueError) as error:
-            options.append(Option(label, mechanism, "", False, refused=" ".join(str(error).split())))
+    candidates = _candidates(engine, look_at, asked)
+    looked = _Looked(engine, look_at, [mechanism for _, mechanism in candidates])
+    for label, mechanism in candidates:
+        with progress(f"predicting {label}", 0):
+            try:
+                options.append(_assess(engine, label, mechanism, looked))
+            except (SparseDPError, ValueError) as error:
+                options.append(Option(label, mechanism, "", False, refused=" ".join(str(error).split())))
     recommended, reason = recommend(options)
     source = next((o.prediction.source for o in options if o.prediction is not None), "nothing: no table is trained")
     return Advice(
@@ -308,7 +322,32 @@ def _candidates(engine: PrivacyEngine, look_at: Look, asked: Mechanism | None) -
     ]
 
 
-def _assess(engine: PrivacyEngine, label: str, mechanism: Mechanism, look_at: Look) -> Option:
+class _Looked:
+    """What the data, or what stands for them, say of the rows of each mechanism.
+
+    They are counted once for all that have the same clip of contributions, or none; what chooses rows before training, such as
+    FEST, counts by itself, as its rows have to be drawn.
+    """
+
+    def __init__(self, engine: PrivacyEngine, look_at: Look, mechanisms: Sequence[Mechanism]) -> None:
+        self._engine, self._look_at = engine, look_at
+        shared = [mechanism for mechanism in mechanisms if not mechanism.prepares]
+        clips = [clip for mechanism in shared if (clip := mechanism.contribution_clip) is not None]
+        self._of_all = clips[0] if clips else None  # of one that has none, any will do
+        self._statistics: dict[float | None, TouchStatistics] = {}
+
+    def statistics(self, plan: PrivacyPlan) -> TouchStatistics:
+        if plan.mechanism.prepares or plan.mechanism.inputs is not None:
+            return _statistics(self._engine, plan, self._look_at)
+        clip = plan.mechanism.contribution_clip or self._of_all
+        if clip not in self._statistics:
+            if clip is not None and plan.mechanism.contribution_clip is None:
+                plan = replace(plan, mechanism=AdaFEST(map_clip=clip))
+            self._statistics[clip] = _statistics(self._engine, plan, self._look_at)
+        return self._statistics[clip]
+
+
+def _assess(engine: PrivacyEngine, label: str, mechanism: Mechanism, looked: _Looked) -> Option:
     """What a run with this mechanism would be; raises where it is refused."""
     tables = engine.trained_tables()
     engine.refuse(mechanism)
@@ -317,7 +356,7 @@ def _assess(engine: PrivacyEngine, label: str, mechanism: Mechanism, look_at: Lo
     plan = replace(plan, mechanism=mechanism)  # what promises nothing gets the noise of DP-SGD
     prediction, worries = None, concerns.of_plan(plan)
     if tables:
-        statistics = _statistics(engine, plan, look_at)
+        statistics = looked.statistics(plan)
         if plan.mechanism.looks_at is not None:
             plan = find_auto_threshold(plan, statistics)
         prediction = predict(plan, statistics)
@@ -326,6 +365,8 @@ def _assess(engine: PrivacyEngine, label: str, mechanism: Mechanism, look_at: Lo
     item = next((table.dtype.itemsize for table in tables.values()), 4)
     dense = sum(math.prod(shape) for name, shape in plan.parameters if name not in tables)
     waiting = 4 * sum(table.rows for table in tables.values()) if plan.mechanism.noise_waits else 0
+    gradient = item * (dense + changed) + waiting
+    lasting = engine.lasting_bytes()
     return Option(
         label=label,
         mechanism=plan.mechanism,
@@ -335,7 +376,8 @@ def _assess(engine: PrivacyEngine, label: str, mechanism: Mechanism, look_at: Lo
         gradient_noise=plan.mechanism.gradient_noise(plan.noise_multiplier),
         prediction=prediction,
         step_size=changed,
-        gradient_bytes=item * (dense + changed) + waiting,
+        gradient_bytes=gradient,
+        memory_bytes=None if lasting is None else lasting + gradient,
         concerns=tuple(worries),
     )
 
@@ -357,26 +399,29 @@ def _statistics(engine: PrivacyEngine, plan: PrivacyPlan, look_at: Look) -> Touc
 
 
 def _time_steps(
-    engine: PrivacyEngine, optimizer: Any, loader: Any, module: nn.Module, loss_fn: Callable[[Any, Any], Tensor]
-) -> tuple[float, float]:
+    engine: PrivacyEngine, optimizer: Any, loader: Any, module: nn.Module, loss_fn: Callable[[Any, Any], Tensor], label: str,
+    progress: Progress,
+) -> tuple[float, float]:  # fmt: skip
     """Seconds of a step, as the median of a few, and of what comes before the first."""
     started = time.monotonic()
     engine.prepare()
     preparation = time.monotonic() - started
     seconds: list[float] = []
     started = last = time.monotonic()
-    for batch in loader:
-        optimizer.zero_grad()
-        if loader.current.units:
-            args, kwargs, target = arguments_of(batch)
-            loss_fn(module(*args, **kwargs), target).backward()
-        optimizer.step()
-        if loader.current.last:
-            now = time.monotonic()
-            seconds.append(now - last)
-            last = now
-        if len(seconds) == _WARM_UP + _MEASURED or (len(seconds) > _WARM_UP and last - started > _SECONDS):
-            break
+    with progress(f"timing steps of {label}", _WARM_UP + _MEASURED) as advance:
+        for batch in loader:
+            optimizer.zero_grad()
+            if loader.current.units:
+                args, kwargs, target = arguments_of(batch)
+                loss_fn(module(*args, **kwargs), target).backward()
+            optimizer.step()
+            if loader.current.last:
+                now = time.monotonic()
+                seconds.append(now - last)
+                last = now
+                advance(1)
+            if len(seconds) == _WARM_UP + _MEASURED or (len(seconds) > _WARM_UP and last - started > _SECONDS):
+                break
     return median(seconds[_WARM_UP:] or seconds), preparation
 
 

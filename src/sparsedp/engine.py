@@ -47,7 +47,7 @@ from sparsedp.promise import Promise
 from sparsedp.refusals import private_parameters, refuse_module, refuse_optimizer, warn_of_compiled_parts
 from sparsedp.sampling import PrivateLoader
 from sparsedp.settings import ExecutionSettings, PrivacySettings, SettingsKeywords, read_settings, takes_settings
-from sparsedp.several_optimizers import as_one, parts_of
+from sparsedp.several_optimizers import as_one, optimizer_state_bytes, parts_of
 from sparsedp.signature import read_key, sign_order
 from sparsedp.statement import PrivacyStatement
 from sparsedp.tables import TableSpec, find_tables, table_specs
@@ -444,6 +444,13 @@ class PrivacyEngine:
     def trained_tables(self) -> dict[str, TableSpec]:
         """The tables that are trained at present, by name."""
         return self._parts()[1].private_step.trained_tables()
+
+    def lasting_bytes(self) -> int | None:
+        """Of the module's parameters and the state that its optimizer will keep of them; None if that cannot be tried."""
+        module, optimizer, _ = self._parts()
+        state = optimizer_state_bytes(optimizer.inner)
+        parameters = {p.data_ptr(): p.nbytes for p in module.parameters()}
+        return None if state is None else sum(parameters.values()) + state
 
     def refuse(self, mechanism: Mechanism) -> None:
         """Raises `UnsupportedError` if the run could not have this mechanism in place of its own."""

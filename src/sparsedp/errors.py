@@ -125,6 +125,10 @@ class NonFiniteGradientError(SparseDPError):
     """A unit's gradient is NaN or infinite; the step was not taken."""
 
 
+class DivergedError(SparseDPError):
+    """The weights, or what the model makes of sound data, have grown beyond all bounds."""
+
+
 class RankLostError(SparseDPError):
     """A process of a run of several did not answer."""
 

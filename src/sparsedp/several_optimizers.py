@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from sparsedp.errors import UnsupportedError
@@ -166,6 +168,26 @@ def as_one(optimizer: Optimizer | Sequence[Optimizer]) -> Optimizer:
 def parts_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
     """The optimizers that move parameters: several, or one."""
     return optimizer.parts if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+
+
+def optimizer_state_bytes(optimizer: Optimizer) -> int | None:
+    """Bytes of the state that it will keep of its parameters, from a step of each kind on a small parameter of its own; None if
+    an optimizer of that kind cannot be made of its groups alone."""
+    total = 0.0
+    for part in parts_of(optimizer):
+        for group in part.param_groups:
+            probe = Parameter(torch.zeros(32, 32))
+            probe.grad = torch.zeros_like(probe)
+            if isinstance(part, torch.optim.SparseAdam):
+                probe.grad = probe.grad.to_sparse(1)
+            try:
+                trial = type(part)([{**group, "params": [probe]}])  # type: ignore[call-arg]
+                trial.step()
+            except Exception:  # of the user's own: it wants other arguments
+                return None
+            kept = sum(v.nbytes for v in trial.state[probe].values() if isinstance(v, Tensor) and v.dim())
+            total += kept / probe.nbytes * sum(p.nbytes for p in group["params"] if p.requires_grad)
+    return round(total)
 
 
 def require_same_optimizers(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:

@@ -47,6 +47,36 @@ def test_the_table_names_every_mechanism_and_recommends_one(config: str, capsys:
     assert values["recommended"] in [option["label"] for option in values["options"]]
 
 
+def test_it_says_what_it_does_on_the_error_stream(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", config, "--compare", "--look-at-data", "--json"]
+    assert main(arguments) == 0
+    told = capsys.readouterr()
+    assert json.loads(told.out)["options"]
+    for task in (
+        "Reading the data",
+        "Making the model",
+        "Counting rows",
+        "Predicting LazyDP",
+        "Taking steps with EANA to measure",
+    ):
+        assert task in told.err
+    assert main([*arguments, "--quiet", "--no-measure"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_memory_is_that_of_the_plan_and_every_mechanism_has_a_time(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", config, "--compare", "--look-at-data", "--json", "--quiet"]) == 0
+    options = {option["label"]: option for option in json.loads(capsys.readouterr().out)["options"]}
+    assert all(option["seconds_per_step"] > 0 for option in options.values() if option["refused"] is None)
+    assert options["EANA"]["seconds_per_step"] > 0 and not options["EANA"]["private"]
+    assert main(["plan", config, "--no-measure", "--json", "--set", "privacy.mechanism=dpsgd"]) == 0
+    planned = json.loads(capsys.readouterr().out)["memory_bytes"]
+    assert planned["optimizer_state"] > 0
+    assert options["DPSGD"]["memory_bytes"] == planned["total"] - planned["activations"]
+
+
 def test_what_it_recommends_trains(config: str, capsys: pytest.CaptureFixture[str]) -> None:
     settings = compared(capsys, config, "--look-at-data")["settings"]
     changes = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]

@@ -303,3 +303,19 @@ def test_differences(minimal: Path) -> None:
     assert differences(old, old) == []
     other = load_config(minimal, ["data={kind: 'a:b'}"])
     assert differences(old, other) == ["data"]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ("{site: 0}", "data.categorical.site: expected"),
+        ("{site: false}", "data.categorical.site: expected"),
+        ("{site: ''}", "data.categorical.site: expected"),
+        ("{site: []}", "data.categorical.site: expected"),
+        ("[site, device, site]", "data.categorical: the column 'site' is named twice"),
+    ],
+)
+def test_what_is_said_of_a_column_is_a_mapping_or_nothing(columns: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config("table", ["data.paths=x.csv", "data.label=y", f"data.categorical={columns}"])
+    load_config("table", ["data.paths=x.csv", "data.label=y", "data.categorical={site: null, device: {}}"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,14 @@ import pytest
 import yaml
 
 from sparsedp.cli.config.config import Config
-from sparsedp.cli.config.load import load_config, parse_yaml
+from sparsedp.cli.config.jsonschema import config_schema
+from sparsedp.cli.config.load import bundled_names, load_config, parse_yaml
 from sparsedp.cli.main import main
+
+try:
+    import jsonschema
+except ImportError:
+    jsonschema = None
 
 QUICK = ["--set", "training.epochs=1", "--set", "training.check=false", "--quiet", "--json"]
 
@@ -67,6 +74,10 @@ def test_a_click_log_with_columns_of_its_own(capsys: pytest.CaptureFixture[str])
     assert (data["label"], data["positive"], data["user"], data["time"]) == ("clicked", ["yes"], "user_id", "when")
     assert [*data["categorical"]] == ["site"] and [*data["numeric"]] == ["price"]
     assert [*data["sequence"]] == ["seen"] and [*data["text"]] == ["title"] and data["guessed"] is True
+    written = " ".join(Path("clicks.yaml").read_text().replace("#", " ").split())
+    assert (
+        "sparsedp plan THIS_FILE --compare --look-at-data" in written and "keeps all that is learned of rare" in written
+    )
     result = train("clicks.yaml", capsys)
     assert result["unit"] == "user"
     assert any("sparsedp init" in note for note in result["not_covered"])
@@ -128,7 +139,9 @@ def test_columns_of_sequences_that_no_guess_would_find_can_be_named(capsys: pyte
     assert (data["user"], data["item"], data["time"]) == ("Nutzer", "Film", "gesehen am")
     assert train("log.yaml", capsys, "--set", "data.length=8")["unit"] == "user"
     said = refused(capsys, "init", "--sequence", "log.tsv", "--to", "b.yaml", "--user", "nutzer")
-    assert "--user nutzer: the columns are Nutzer, Film, Sterne, gesehen am" in said and "Did you mean 'Nutzer'?" in said
+    assert (
+        "--user nutzer: the columns are Nutzer, Film, Sterne, gesehen am" in said and "Did you mean 'Nutzer'?" in said
+    )
     twice = refused(capsys, "init", "--sequence", "log.tsv", "--to", "b.yaml", "--user", "Film", "--item", "Film")
     assert "the same column as --" in twice
 
@@ -299,20 +312,90 @@ def fits(value: Any, schema: dict[str, Any], whole: dict[str, Any]) -> bool:
         return number and low <= value <= high and (schema["type"] == "number" or value == int(value))
     if "type" in schema and not isinstance(value, types[schema["type"]]):
         return False
+    if isinstance(value, str):
+        return re.search(schema.get("pattern", ""), value) is not None
     if isinstance(value, list):
-        return all(fits(item, schema["items"], whole) for item in value)
-    if isinstance(value, dict) and "properties" in schema:
-        known = schema["properties"]
-        return {*schema["required"]} <= {*value} <= {*known} and all(fits(v, known[k], whole) for k, v in value.items())
+        unique = len({*map(str, value)}) == len(value) or not schema.get("uniqueItems", False)
+        return unique and all(fits(item, schema["items"], whole) for item in value)
+    if isinstance(value, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+        others = {} if others is True else {"enum": []} if others is False else others
+        there = {*schema.get("required", [])} <= {*value}
+        return there and all(fits(v, known.get(k, others), whole) for k, v in value.items())
     return True
 
 
-def test_the_json_schema(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["schema"]) == 0
-    schema = json.loads(capsys.readouterr().out)
+def is_valid(value: Any, schema: dict[str, Any]) -> bool:
+    """By our own reading of the schema, and by jsonschema's, if that is installed."""
+    ours = fits(value, schema, schema)
+    if jsonschema is not None:
+        assert jsonschema.Draft202012Validator(schema).is_valid(value) == ours, value
+    return ours
+
+
+WRONG = {
+    "an unknown setting of a mechanism": ("demo", "privacy.mechanism", {"name": "adafest", "treshold": 3.0}),
+    "a threshold that is a text": ("demo", "privacy.mechanism", {"name": "adafest", "threshold": "much"}),
+    "an unknown mechanism": ("demo", "privacy.mechanism", "adafst"),
+    "a mechanism without a name": ("demo", "privacy.mechanism", {"threshold": 3.0}),
+    "an option of another mechanism": ("demo", "privacy.mechanism", {"name": "lazydp", "k": 3}),
+    "an unknown option of a column": ("table", "data.categorical", {"site": {"bucket": 50}}),
+    "0 said of a column": ("table", "data.categorical", {"site": 0}),
+    "an option of another kind of column": ("table", "data.numeric", {"price": {"length": 3}}),
+    "a column twice": ("table", "data.categorical", ["a", "a"]),
+    "no epochs": ("demo", "training.epochs", 0),
+    "a key that is misspelt": ("demo", "training.epoch", 3),
+}
+RIGHT = {
+    "a mechanism's name": ("demo", "privacy.mechanism", "lazydp"),
+    "a mechanism of one's own": ("demo", "privacy.mechanism", {"name": "mine.rules:Mine", "width": 3}),
+    "AdaFEST+": ("demo", "privacy.mechanism", {"name": "adafest", "preselect": {"name": "fest", "counts": "public", "k": 9}}),
+    "a threshold to be found": ("demo", "privacy.mechanism", {"name": "adafest", "threshold": "auto", "look_at": "counts"}),
+    "columns with options": ("table", "data.categorical", {"site": None, "device": {"buckets": 50}}),
+    "columns in a list": ("table", "data.text", ["title", "body"]),
+}  # fmt: skip
+
+
+def bundled(name: str) -> dict[str, Any]:
     folder = Path(main.__code__.co_filename).parent / "configs"
-    for name in ("demo", "dlrm", "stream", "sequences", "dual", "own_model", "movielens"):
-        values = parse_yaml((folder / f"{name}.yaml").read_text(), name)
-        assert fits(values, schema, schema), name
-        assert not fits({**values, "trainig": {}}, schema, schema)
-        assert not fits({**values, "training": {**values["training"], "epochs": 0}}, schema, schema)
+    values = parse_yaml((folder / f"{name}.yaml").read_text(), name)
+    if name in ("table", "criteo"):
+        values["data"] |= {"paths": "clicks.csv"}  # which is to be given
+    return values
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    return config_schema()
+
+
+def test_the_json_schema_is_printed(capsys: pytest.CaptureFixture[str], schema: dict[str, Any]) -> None:
+    if jsonschema is not None:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    assert main(["schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == schema
+
+
+@pytest.mark.parametrize("name", bundled_names())
+def test_every_bundled_configuration_is_as_the_json_schema_says(name: str, schema: dict[str, Any]) -> None:
+    values = bundled(name)
+    assert is_valid(values, schema), name
+    assert not is_valid({**values, "trainig": {}}, schema)
+    assert not is_valid({**values, "training": {**values["training"], "epochs": 0}}, schema)
+
+
+@pytest.mark.parametrize("case", [*WRONG, *RIGHT])
+def test_what_the_json_schema_marks(case: str, schema: dict[str, Any]) -> None:
+    name, path, value = (WRONG | RIGHT)[case]
+    values = bundled(name)
+    section, key = path.split(".")
+    values[section] = {**values[section], key: value}
+    assert is_valid(values, schema) == (case in RIGHT)
+
+
+def test_the_bundled_table_finds_its_threshold_in_the_data_and_the_statement_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_log()
+    statement = train("table", capsys, *TABLE[2:], "--set", "data.categorical=[site]")
+    assert any("threshold" in note and "without noise" in note for note in statement["not_covered"])

@@ -114,9 +114,9 @@ def stopped_run(step: int = 3) -> None:
 def test_trained_not_evaluated(wrong: str, message: str, every: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The data of one held-out row are wrong: the model is there, the row is named, and the evaluation is made up for."""
     assert train(f"data.options.wrong={wrong}", f"training.evaluate_every={every}") == 3
-    out = capsys.readouterr().out
-    told = " ".join(out.split())
-    assert f"Trained, not evaluated: {message.rstrip('.')}. The model and its statement are in run/release." in told
+    out, err = capsys.readouterr()
+    told = f"Trained, not evaluated: {message.rstrip('.')}. The model and its statement are in run/release."
+    assert f"sparsedp: error: {told}" in err.splitlines()
     assert "sparsedp evaluate run --code tiny.yaml" in out and "diverged" not in out
     assert json.loads(Path("run/release/statement.json").read_text())["steps"] == STEPS
     assert result()["evaluation"] == f"failed: {message}" and "auc" not in result()

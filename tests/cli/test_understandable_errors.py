@@ -1,5 +1,7 @@
 """What is wrong with data or settings is said in one line: the table, the row, the id, and what to do."""
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import sparsedp
 from sparsedp.cli.main import main
 from sparsedp.errors import ConfigError, DataError, NonFiniteGradientError, UnsupportedError
+from words import write_reviews
 
 CODE = """
 import torch
@@ -43,7 +46,8 @@ def make_data(case):
         held_ids, held_labels = CHANGES[change](held_ids, held_labels)
     if part == "training":
         ids, labels = CHANGES[change](ids, labels)
-    return TensorDataset(ids, labels), TensorDataset(held_ids, held_labels)
+    training = TensorDataset(ids, labels)
+    return training if part == "nothing" else (training, TensorDataset(held_ids, held_labels))
 
 
 def at(values, place, value):
@@ -70,18 +74,37 @@ training: {epochs: 3, batch_size: 20, seed: 0}
 privacy: {noise_multiplier: 1.0, max_grad_norm: 1.0, target_delta: 1.0e-4, mechanism: {name: MECHANISM}}
 """
 
+TEXTS = """
+data: {kind: text, paths: train.tsv, text: sentence, buckets: 100, length: 8, held_out: 0.2}
+model: {kind: text_bag, dim: 8}
+loss: cross_entropy
+optimizer: {name: SGD, lr: 1.0e+7}
+training: {epochs: 3, batch_size: 20, threads: 1, seed: 0, check: false}
+privacy: {noise_multiplier: 1.0, max_grad_norm: 1.0, target_delta: 1.0e-4, mechanism: dpsgd}
+"""
+
 
 def train(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], *settings: str, mechanism: str = "eana"
 ) -> tuple[int, str]:
-    """The exit code, and what was printed."""
+    """The exit code, and the error, which has to be one line of the error stream."""
     sys.modules.pop("strange", None)  # of the test before, in another folder
     (tmp_path / "strange.py").write_text(CODE)
     (tmp_path / "strange.yaml").write_text(CONFIG.replace("MECHANISM", mechanism))
     overrides = [part for setting in settings for part in ("--set", setting)]
     code = main(["train", str(tmp_path / "strange.yaml"), "--run-dir", str(tmp_path / "run"), "--quiet", *overrides])
     captured = capsys.readouterr()
-    return code, " ".join((captured.out + captured.err).split())
+    return code, the_error(captured.err, captured.out)
+
+
+def the_error(err: str, out: str = "") -> str:
+    """The one line in which a command says what is wrong; beside it there is how to go on, at most."""
+    errors = [line for line in err.splitlines() if line.startswith("sparsedp: error: ")]
+    others = [line for line in err.splitlines() if line not in errors]
+    assert len(errors) == 1 and "sparsedp: error: " not in out, err
+    for line in others:
+        assert line.startswith(("The run has stopped. ", "  sparsedp train --resume ")), line
+    return errors[0]
 
 
 @pytest.mark.parametrize("mechanism", ["eana", "lazydp"])
@@ -109,6 +132,7 @@ def test_training_data(
         ("integer labels", "Held-out row 0: The labels are of type int64"),
         ("float ids", "Held-out row 0: Table 'item.weight' was given ids of type float32"),
         ("large id", "Held-out row 3: Table 'item.weight' has rows 0 to 9, and was asked for row 12"),
+        ("negative id", "Held-out row 3: Table 'item.weight' has rows 0 to 9, and was asked for row -1"),
         ("NaN label", "The label is NaN or infinite in held-out row 5"),
     ],
 )
@@ -120,12 +144,77 @@ def test_held_out_data_cost_no_model(
     assert (tmp_path / "run" / "release").is_dir()
 
 
-def test_a_run_that_diverged_is_a_failure_and_its_model_is_kept(
+def test_an_empty_held_out_set_is_refused_before_anything_is_spent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code, text = train(tmp_path, capsys, "optimizer.lr=1e6")
+    code, text = train(tmp_path, capsys, "data.options.case=held empty")
+    assert code == 2 and "returned an empty held-out set" in text and not (tmp_path / "run").exists()
+
+
+def diverges(tmp_path: Path, capsys: pytest.CaptureFixture[str], *settings: str, mechanism: str = "eana") -> str:
+    code, text = train(tmp_path, capsys, *settings, mechanism=mechanism)
     assert code == 2 and "of no use" in text and "training has diverged. Lower optimizer.lr" in text
     assert (tmp_path / "run" / "release").is_dir() and list((tmp_path / "run").rglob("checkpoint*"))
+    return text
+
+
+class TestARunThatDivergedIsAFailureAndItsModelIsKept:
+    def test_by_what_is_held_out(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "on the held-out data" in diverges(tmp_path, capsys, "optimizer.lr=1e6")
+
+    def test_by_its_training_where_nothing_is_held_out(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """10 steps an epoch: the first epoch, which begins with sound losses, does not count."""
+        error = diverges(tmp_path, capsys, "optimizer.lr=1e6", "data.options.case=nothing")
+        assert "The loss of the last 10 training steps is" in error
+        code = main(["train", "--resume", str(tmp_path / "run"), "--code", str(tmp_path / "strange.yaml"), "--quiet"])
+        assert code == 2 and "The loss of the last 10 training steps is" in the_error(capsys.readouterr().err)
+
+    def test_where_it_ends_at_1e26(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        error = diverges(tmp_path, capsys, "optimizer.lr=1e13", "training.epochs=1")
+        assert re.search(r"is [0-9.]+e\+2[4-8]: training has diverged", error), error
+
+    @pytest.mark.parametrize("loss", ["loss=softmax", "loss=sampled_softmax"])
+    def test_of_sequences_which_are_ranked(self, tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: str) -> None:
+        settings = ["data.users=100", "data.items=20", "training.batch_size=20", loss, "optimizer={name: SGD, lr: 3e3}",
+                    "training.negatives=4" if "sampled" in loss else "training.epochs=3", "training.check=false", "training.threads=1", "training.seed=0"]  # fmt: skip
+        overrides = [part for setting in settings for part in ("--set", setting)]
+        code = main(["train", "sequences", "--run-dir", str(tmp_path / "run"), "--quiet", *overrides])
+        captured = capsys.readouterr()
+        assert code == 2 and "training has diverged" in the_error(captured.err, captured.out)
+        assert (tmp_path / "run" / "release").is_dir()
+
+    def test_of_classes(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        write_reviews(tmp_path / "train.tsv", 200)
+        (tmp_path / "texts.yaml").write_text(TEXTS)
+        for held_out in ("0.2", "0.0"):
+            run = tmp_path / f"run {held_out}"
+            changes = ["--set", f"data.held_out={held_out}", "--set", f"data.paths={tmp_path / 'train.tsv'}"]
+            code = main(["train", str(tmp_path / "texts.yaml"), "--run-dir", str(run), "--quiet", *changes])
+            captured = capsys.readouterr()
+            assert code == 2 and "training has diverged" in the_error(captured.err, captured.out)
+            assert (run / "release").is_dir()
+
+    def test_where_a_look_stops_it_after_an_evaluation(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        early = "training.early_stopping={validation: public, every_epochs: 1, patience: 1, min_improvement: 1e30}"
+        target = ["privacy.noise_multiplier=null", "privacy.target_epsilon=5"]
+        diverges(
+            tmp_path, capsys, "optimizer.lr=1e6", early, "training.evaluate_every_epochs=1", *target, mechanism="lazydp"
+        )
+        rows = [json.loads(line) for line in (tmp_path / "run" / "private" / "metrics.jsonl").read_text().splitlines()]
+        assert [row["step"] for row in rows if row["kind"] == "evaluation"] == [10, 20], "it was not evaluated again"
+
+
+def test_sound_runs_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for case in ("ok", "nothing"):
+        folder = tmp_path / case
+        folder.mkdir()
+        with pytest.raises(AssertionError):  # there is no error
+            train(folder, capsys, f"data.options.case={case}")
+        assert (folder / "run" / "release").is_dir()
 
 
 def test_weights_that_overflow_are_said_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,14 +280,33 @@ class TestInPython:
             one_step(torch.tensor([1, 2, 3]), lr=1e30, mechanism=mechanism)
 
 
-def test_settings_and_sets() -> None:
-    with pytest.raises(ConfigError, match=r"max_grad_norm must be a number above 0, such as 1\.0, not None"):
-        one_step(torch.tensor([1, 2]), max_grad_norm=None)
-    with pytest.raises(ConfigError, match="not a str"):
-        one_step(torch.tensor([1, 2]), max_grad_norm="1")
-    with pytest.raises(UnsupportedError, match="The data set is empty"):
-        one_step(torch.zeros(0, dtype=torch.int64), max_grad_norm=1.0)
+@pytest.mark.parametrize(
+    "settings, error, message",
+    [
+        ({"max_grad_norm": None}, ConfigError, r"max_grad_norm must be a number above 0, such as 1\.0, not None"),
+        ({"max_grad_norm": "1"}, ConfigError, "not a str"),
+        ({"ids": []}, UnsupportedError, "The data set is empty"),
+        ({"stream": [0, 0, 0, 1]}, UnsupportedError, "period"),
+    ],
+    ids=["no clip", "a clip that is a text", "empty", "a period for too many"],
+)
+def test_settings_and_sets(settings: dict[str, Any], error: type[Exception], message: str) -> None:
+    ids = torch.tensor(settings.pop("ids", [1, 2]), dtype=torch.int64)
+    if "stream" in settings:
+        settings["stream"] = sparsedp.Stream(torch.tensor(settings["stream"]), composition="parallel")
+    with pytest.raises(error, match=message) as raised:
+        one_step(ids, **settings)
+    assert "\n" not in str(raised.value)
+
+
+def test_periods_may_be_a_tensor() -> None:
     one_step(torch.arange(4), stream=sparsedp.Stream(torch.tensor([0, 0, 0, 0]), composition="parallel"))
+
+
+def test_settings_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for setting in ("max_grad_norm=null", "max_grad_norm=-1", "max_grad_norm=big"):
+        code, text = train(tmp_path, capsys, f"privacy.{setting}")
+        assert code == 2 and "privacy.max_grad_norm" in text and not (tmp_path / "run").exists()
 
 
 def test_labels_that_the_loss_does_not_take_are_named_by_check() -> None:

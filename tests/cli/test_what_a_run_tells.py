@@ -263,6 +263,22 @@ def test_other_data_have_another_digest(tmp_path: Path) -> None:
     assert len(seen[0]) == 2 and not set(seen[0]) & set(seen[1])
 
 
+def test_files_of_folders_and_of_deep_patterns_have_digests(tmp_path: Path) -> None:
+    for name in ("log/day=1/a.csv", "log/day=2/b.csv", "log/_SUCCESS", "cache/left.bin"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+
+    def digested(*overrides: str) -> list[str]:
+        config = load_config(
+            "table", [f"data.cache_dir={tmp_path}/cache", "data.label=y", "data.categorical=[a]", *overrides]
+        )
+        return [Path(one["path"]).name for one in provenance(config)["data"]["files"]]
+
+    assert digested(f"data.paths={tmp_path}/log") == ["a.csv", "b.csv"]
+    assert digested(f"data.paths={tmp_path}/**/*.csv") == ["a.csv", "b.csv"]
+    assert digested(f"data.paths=[{tmp_path}/log/day=2]", "data.separator=/") == ["b.csv"]  # which names the root, too
+
+
 def test_the_digest_of_a_large_file_takes_its_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sparsedp.cli.provenance._WHOLE", 100)
     monkeypatch.setattr("sparsedp.cli.provenance._PART", 16)

@@ -21,6 +21,7 @@ from sparsedp.data import (
     generated_sequences,
     make_sequences,
     open_sequences,
+    read_action_columns,
     read_actions,
 )
 from sparsedp.errors import ConfigError, DataError
@@ -104,6 +105,43 @@ def test_line_ends_byte_order_marks_and_blank_lines(newline: str, tmp_path: Path
 def test_a_malformed_line_is_named(format: str, lines: list[str], problem: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=problem):
         read_actions(write(tmp_path / "log", lines), format)
+
+
+@pytest.mark.parametrize(
+    ("format", "good", "bad", "reason"),
+    [
+        ("movielens", "1::2::3::{}", "1::2::3", "3 fields"),
+        ("amazon", "u{},b,1.0,4", ",b,1.0,4", "the user is empty"),
+        ("pairs", "u{} i", "1 2 3", "3 fields"),
+        ("lists", "u{} a b", "u0 a", "a line before"),
+        ("columns", "u{},i,4", ",i,4", "the user is empty"),
+        ("columns", "u{},i,4", "u,i", "2 fields"),
+        ("columns", "u{},i,4", "bad,new,never", "is neither seconds"),
+    ],
+)
+def test_malformed_lines_are_left_out_counted_and_named(
+    format: str, good: str, bad: str, reason: str, tmp_path: Path
+) -> None:
+    def read(lines: list[str], max_malformed: float) -> Actions:
+        if format == "columns":
+            path = write(tmp_path / "log.csv", ["who,what,when", *lines])
+            return read_action_columns(path, user="who", item="what", time="when", max_malformed=max_malformed)
+        return read_actions(write(tmp_path / "log", lines), format, max_malformed=max_malformed)
+
+    sound = [good.format(i) for i in range(30)]
+    broken = [*sound[:20], bad, *sound[20:], bad]
+    found, expected = read(broken, 0.1), read(sound, 0.0)
+    for name in ("users", "items", "times"):
+        assert np.array_equal(getattr(found, name), getattr(expected, name)), name
+    assert found.item_names == expected.item_names and found.user_names == expected.user_names
+    line = 21 + (format == "columns")
+    assert found.summary.malformed == 2 and found.summary.rows == 30
+    assert [entry.line for entry in found.summary.first] == [line, line + 11]
+    assert all(reason in str(entry) for entry in found.summary.first)
+    with pytest.raises(DataError, match=r"2 of 32 lines are malformed, more than max_malformed=0\.01 allows"):
+        read(broken, 0.01)
+    many = make_sequences(found, min_actions=1)
+    assert many.summary is found.summary
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

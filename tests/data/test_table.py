@@ -16,6 +16,7 @@ import pyarrow.parquet
 import pytest
 import torch
 
+import sparsedp
 from sparsedp.data import (
     CategoricalColumn,
     CountVocabulary,
@@ -31,7 +32,7 @@ from sparsedp.data import (
     tablefiles,
 )
 from sparsedp.data.codes import codes_of
-from sparsedp.errors import ConfigError, DataError
+from sparsedp.errors import ConfigError, DataError, UnsupportedError
 
 NAMES = ["clicked", "site", "price", "seen", "title", "who", "when"]
 ROWS: list[list[Any]] = [
@@ -136,6 +137,9 @@ class LikeHuggingFace:
     def __init__(self, table: pa.Table) -> None:
         self._table, self.column_names = table, table.column_names
 
+    def __len__(self) -> int:
+        return self._table.num_rows
+
     def with_format(self, form: str) -> LikeHuggingFace:
         assert form == "arrow"
         return self
@@ -211,6 +215,90 @@ def test_a_folder_of_days(tmp_path: Path) -> None:
         table = open_table(paths, PLAIN)
         assert table.periods is not None and table.periods.tolist() == [1, 1, 2, 3]  # day_1 is empty
         assert table.labels.tolist() == [1, 0, 1, 1]
+
+
+def test_a_folder_within_a_folder_is_read_and_what_is_no_data_is_not(tmp_path: Path) -> None:
+    """Partitions as Spark and Hive write them: `day=2` before `day=10`, _SUCCESS and hidden files beside them."""
+    for day, row in ((10, "0,c\n"), (2, "1,b\n")):
+        write(tmp_path / "log" / f"day={day}" / "part-0.csv", f"y,a\n{row}")
+    write(tmp_path / "log" / "last.csv", "y,a\n1,z\n")
+    for name in (
+        "_SUCCESS",
+        "day=2/.part-0.csv.crc",
+        "_delta/1.csv",
+        ".hidden/.x.csv",
+        "schema.json",
+        "day=2/_metadata",
+    ):
+        write(tmp_path / "log" / name, "no table")
+    for paths in (tmp_path / "log", str(tmp_path / "lo*"), [tmp_path / "log"], str(tmp_path / "**" / "[pl]*.csv")):
+        table = open_table(paths, PLAIN)
+        assert table.labels.tolist() == [1, 0, 1] and table.periods is not None
+        assert table.periods.tolist() == [0, 1, 2], paths
+    with pytest.raises(DataError, match="no files found"):
+        open_table(tmp_path / "log" / ".hidden", PLAIN)
+
+
+def test_hugging_faces_data_sets(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets", reason="datasets is not installed")
+    data = datasets.Dataset(lists())
+    expected = open_table(frame(), SCHEMA)
+    assert same(open_table(data, SCHEMA), expected)
+    shuffled = data.select([2, 0, 3, 1])
+    assert open_table(shuffled, SCHEMA).labels.tolist() == [0, 1, 1, 0]
+    with pytest.raises(DataError, match=r"the IterableDataset is a stream, .* without streaming=True"):
+        open_table(data.to_iterable_dataset(), SCHEMA)
+    both = datasets.DatasetDict(train=data, test=shuffled)
+    with pytest.raises(DataError, match=r"the DatasetDict holds several data sets: give one of 'train', 'test'"):
+        open_table(both, SCHEMA)
+    data.save_to_disk(tmp_path / "saved", num_shards=2)
+    write(tmp_path / "saved" / "cache-1.arrow", "of a map that was tried")
+    assert open_table(tmp_path / "saved", SCHEMA).labels.tolist() == expected.labels.tolist()
+    both.save_to_disk(tmp_path / "both")
+    with pytest.raises(DataError, match="name one of its folders test, train"):
+        open_table(tmp_path / "both", SCHEMA)
+    assert same(open_table(tmp_path / "both" / "train", SCHEMA), expected)
+
+
+class Stream(LikeHuggingFace):
+    def __init__(self) -> None:
+        self.column_names = None  # as `IterableDataset` has where nobody knows them
+
+
+def test_a_stream_of_hugging_face_is_refused_by_name() -> None:
+    with pytest.raises(DataError, match="the Stream is a stream, which is neither sampled from nor read twice"):
+        open_table(Stream(), SCHEMA)
+
+
+def test_a_folder_that_save_to_disk_wrote(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    write(folder / "dataset_info.json", "{}")
+    write(folder / "state.json", json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
+    with pa.OSFile(str(folder / "data-0.arrow"), "wb") as file, pa.ipc.new_stream(file, lists().schema) as writer:
+        writer.write_table(lists())
+    write(folder / "cache-1.arrow", "of a map that was tried")
+    assert same(open_table(folder, SCHEMA), open_table(frame(), SCHEMA))
+    write(folder / "state.json", "[]")
+    with pytest.raises(DataError, match=r"state.json: does not list the files"):
+        open_table(folder, SCHEMA)
+    write(tmp_path / "both" / "dataset_dict.json", "{}")
+    for part in ("train", "test"):
+        (tmp_path / "both" / part).mkdir()
+    with pytest.raises(DataError, match=r"holds several data sets, .*: name one of its folders test, train"):
+        open_table(tmp_path / "both", SCHEMA)
+
+
+@pytest.mark.parametrize("make", [lists, frame], ids=["arrow", "pandas"])
+def test_a_frame_is_no_data_set_of_examples(make: Any) -> None:
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(UnsupportedError, match=r"is no data set of examples: .* sparsedp.data.open_table"):
+        sparsedp.PrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=torch.utils.data.DataLoader(make(), batch_size=2),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+        )
 
 
 def test_columns_without_a_header(tmp_path: Path) -> None:

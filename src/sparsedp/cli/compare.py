@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -14,13 +14,16 @@ from rich.table import Table
 from sparsedp import concerns
 from sparsedp.advice import HEADINGS, LEGEND, Advice, Option, accepted_mechanism, cells, compare
 from sparsedp.cli.config.config import Config
+from sparsedp.cli.config.datasets import Data
 from sparsedp.cli.counts import read_public_counts, read_release, write_release
-from sparsedp.cli.plan_report import measured
-from sparsedp.cli.prepare import limit_threads, load_data, make_model, prepare, with_collate
+from sparsedp.cli.plan_report import load_with_tasks, measured
+from sparsedp.cli.prepare import limit_threads, make_model, prepare, with_collate
 from sparsedp.cli.runfolder import plain
+from sparsedp.cli.tasks import shown_tasks
 from sparsedp.errors import ConfigError
 from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import Look
+from sparsedp.progress import Progress, no_progress
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,7 +51,10 @@ def run_compare(config: Config, args: argparse.Namespace) -> int:
         )
     if args.gradient_size is not None or args.reduction is not None:
         raise ConfigError("--gradient-size and --reduction are about one mechanism; leave them out with --compare")
-    advice = advise_config(config, counts=args.counts, release=args.release, measure=not args.no_measure)
+    with shown_tasks(args.quiet) as progress:
+        advice = advise_config(
+            config, counts=args.counts, release=args.release, measure=not args.no_measure, progress=progress
+        )
     following = _settings(advice, args.release, args.counts)
     if args.json:
         print(json.dumps(plain({**advice.to_dict(), "settings": following}), indent=2))
@@ -75,7 +81,12 @@ def run_compare(config: Config, args: argparse.Namespace) -> int:
 
 
 def advise_config(
-    config: Config, *, counts: Path | None = None, release: Path | None = None, measure: bool = True
+    config: Config,
+    *,
+    counts: Path | None = None,
+    release: Path | None = None,
+    measure: bool = True,
+    progress: Progress = no_progress,
 ) -> Advice:
     """The advice for a run of this configuration. It looks at public `counts`, at a `release`, or else at the data."""
     if config.privacy.target_epsilon is None:
@@ -85,14 +96,14 @@ def advise_config(
     if release is not None:
         look_at, paid = "release", read_release(release, "--release") if release.exists() else _release_within(config)
     limit_threads(config)
-    data = with_collate(config, load_data(config))
+    data = with_collate(config, load_with_tasks(config, progress))
     with concerns.without_warnings():
-        asked, model = config.make_mechanism(), make_model(config, data.training)
-        parts = prepare(
-            config, data, model, mechanism=accepted_mechanism(model, config.optimizer.make(model)), release=paid
-        )
+        with progress("making the model", 0):
+            asked, model = config.make_mechanism(), make_model(config, data.training)
+        accepted = accepted_mechanism(model, config.optimizer.make(model))
+        parts = prepare(config, data, model, progress, mechanism=accepted, release=paid)
         try:
-            advice = compare(parts.engine, look_at, asked)
+            advice = compare(parts.engine, look_at, asked, progress)
         except ValueError as error:
             raise ConfigError(" ".join(str(error).split())) from error
         if release is not None and not release.exists():
@@ -101,22 +112,23 @@ def advise_config(
         parts.engine.close()
         if not measure:
             return advice
-        timed: list[Option] = []
-        for option in advice.options:
-            if option.refused is None and option.private:
-                # The model is thrown away, so that these steps spend nobody's budget.
-                trial = prepare(
-                    config,
-                    data,
-                    make_model(config, data.training),
-                    mechanism=option.mechanism,
-                    release=advice.release,
-                )
-                took = measured(trial)[0]
-                option = option.timed(took["seconds_per_step"], took["preparation_seconds"], trial.steps)
-                trial.engine.close()
-            timed.append(option)
-    return advice.with_options(timed)
+        return advice.with_options(
+            [_timed(config, data, option, advice.release, progress) for option in advice.options]
+        )
+
+
+def _timed(config: Config, data: Data, option: Option, release: FrequencyRelease | None, progress: Progress) -> Option:
+    """The same with the time of some steps on a model that is thrown away, so that these spend nobody's budget."""
+    if option.refused is not None:
+        return option
+    if not option.private:  # no noise gives it an epsilon, and so nothing is stopped early at one either
+        privacy = replace(config.privacy, target_epsilon=None, noise_multiplier=option.noise_multiplier)
+        config = replace(config, privacy=privacy, training=replace(config.training, early_stopping=None))
+    model = make_model(config, data.training)
+    trial = prepare(config, data, model, progress, mechanism=option.mechanism, release=release)
+    took = measured(trial, progress, option.label)[0]
+    trial.engine.close()
+    return option.timed(took["seconds_per_step"], took["preparation_seconds"], trial.steps)
 
 
 def _release_within(config: Config) -> FrequencyRelease:

@@ -19,7 +19,7 @@ from sparsedp.cli.config.losses import SEQUENCE_LOSSES, Loss
 from sparsedp.cli.prepare import forward
 from sparsedp.data import HeldOutItems, auc, brier_score, calibration_error, calibration_ratio, log_loss
 from sparsedp.data.ranking import Scorer, popularity_scorer, rank_held_out
-from sparsedp.errors import ConfigError, DataError, SparseDPError, one_line
+from sparsedp.errors import ConfigError, DataError, DivergedError, SparseDPError, one_line
 
 ExamplesDone = Callable[[int], None]  # called after each batch with how many examples it has
 TOP = 10  # the k of NDCG@k and HIT@k
@@ -33,10 +33,6 @@ _CROSS_ENTROPIES = {"binary_cross_entropy", "cross_entropy", *SEQUENCE_LOSSES}
 
 class EvaluationError(SparseDPError):
     """The data cannot be evaluated on. The model is as good as it was."""
-
-
-class DivergedError(SparseDPError):
-    """The weights, or what the model makes of sound data, are not finite any more."""
 
 
 def evaluate(
@@ -106,12 +102,18 @@ def evaluate_on(
     }
 
 
-def refuse_diverged(config: Config, metrics: dict[str, Any]) -> None:
-    """Raises if a loss is so large that no data and no noise alone explain it."""
+def refuse_diverged(config: Config, metrics: dict[str, Any], last_losses: Sequence[float]) -> None:
+    """Raises if a loss is so large that no data and no noise alone explain it: of what is held out, or of the last steps.
+
+    Of the steps the median counts, as a single batch may have an example that is far from all others.
+    """
     most = _LARGEST_CROSS_ENTROPY if config.loss in _CROSS_ENTROPIES else _LARGEST_LOSS
-    value = metrics.get("log_loss", metrics.get("loss", 0.0))
-    if not value <= most:
-        raise DivergedError(f"The loss on the held-out data is {value:.3g}: training has diverged. Lower optimizer.lr.")
+    losses = {"on the held-out data": metrics.get("log_loss", metrics.get("loss", 0.0))}
+    if last_losses:
+        losses[f"of the last {len(last_losses)} training steps"] = float(np.median(last_losses))
+    for where, value in losses.items():
+        if not value <= most:
+            raise DivergedError(f"The loss {where} is {value:.3g}: training has diverged. Lower optimizer.lr.")
 
 
 def name_the_row(config: Config, model: nn.Module, loss: Loss, data: Data) -> None:

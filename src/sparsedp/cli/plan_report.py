@@ -55,7 +55,7 @@ def plan_report(
         )
     public_counts = None if counts is None else read_public_counts(counts, "--counts")
     limit_threads(config)
-    data = with_collate(config, _load(config, progress))
+    data = with_collate(config, load_with_tasks(config, progress))
     with progress("making the model", 0):
         model = make_model(config, data.training)
         activations = _activation_bytes(model, config, data)
@@ -148,7 +148,8 @@ def plan_report(
     return report
 
 
-def _load(config: Config, progress: Progress) -> Data:
+def load_with_tasks(config: Config, progress: Progress) -> Data:
+    """The data; `progress` is told of the rows that were read."""
     read = 0
     with progress("reading the data", 0) as advance:
 
@@ -160,7 +161,9 @@ def _load(config: Config, progress: Progress) -> Data:
         return load_data(config, rows_read)
 
 
-def measured(parts: Prepared, progress: Progress = no_progress) -> tuple[dict[str, Any], list[StepReport]]:
+def measured(
+    parts: Prepared, progress: Progress = no_progress, of: str = ""
+) -> tuple[dict[str, Any], list[StepReport]]:
     """What some steps took and did, without the first ones, which make buffers and compile; and their reports.
 
     There is no report of a step without units.
@@ -170,7 +173,8 @@ def measured(parts: Prepared, progress: Progress = no_progress) -> tuple[dict[st
     preparation = time.monotonic() - started
     taken: list[Step] = []
     clock = [time.process_time()]
-    with progress("taking steps to measure their time", _WARM_UP + _MEASURED) as advance:
+    title = f"taking steps {f'with {of} ' if of else ''}to measure their time"
+    with progress(title, _WARM_UP + _MEASURED) as advance:
         for step in steps_of_epoch(parts):
             taken.append(step)
             clock.append(time.process_time())

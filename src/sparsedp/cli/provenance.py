@@ -7,6 +7,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,9 +17,12 @@ import torch
 
 import sparsedp
 from sparsedp.cli.config.config import Config
+from sparsedp.data.tablefiles import find_sources
+from sparsedp.errors import DataError
 
 _PACKAGES = ("sparsedp", "torch", "numpy", "scipy", "numba", "dp-accounting")
 _WHOLE = 1 << 30  # bytes of a file up to which all of it counts for its digest
+_PATHS = {"path", "paths", "held_out"}  # keys of a folder with data: others, such as that of a cache, hold none
 _PART = 1 << 24  # of a larger one: its first and its last bytes
 
 
@@ -93,23 +97,18 @@ def file_digest(path: Path) -> dict[str, Any]:
     }
 
 
-def _files(value: Any) -> Iterator[Path]:
-    """Whatever in the data's settings names a file that is there, or a folder or pattern of files."""
+def _files(value: Any, key: str = "") -> Iterator[Path]:
+    """Whatever in the data's settings names a file that is there, or a pattern of files; where data are to lie, also a folder."""
     if isinstance(value, dict):
-        for item in value.values():
-            yield from _files(item)
+        for name, item in value.items():
+            yield from _files(item, name)
     elif isinstance(value, list):
         for item in value:
-            yield from _files(item)
+            yield from _files(item, key)
     elif isinstance(value, str) and os.sep in value and "\0" not in value:
-        path = Path(value)
-        try:
-            if any(c in path.name for c in "*?["):
-                yield from (found for found in path.parent.glob(path.name) if found.is_file())
-            elif path.is_file():
-                yield path
-        except OSError:  # a name that is too long is the name of no file
-            return
+        with suppress(OSError, DataError):  # text that is the name of no file
+            if key in _PATHS or not Path(value).is_dir():
+                yield from find_sources(value)
 
 
 def _package_digest(folder: Path) -> str:

@@ -15,6 +15,7 @@ from sparsedp.optimizer import StepReport
 from sparsedp.statement import PrivacyStatement
 
 FAILED = "failed: "
+LAST_LOSSES = 100  # steps by whose losses it is judged whether training has diverged
 
 
 @dataclass
@@ -34,6 +35,8 @@ class Totals:
     share_steps: int = 0
     parts: dict[str, float] = field(default_factory=dict)  # seconds of each part of a run, by its name
     peak_memory: int | None = None  # bytes
+    # Of the last steps with units, of one epoch at most: they are private, as the totals are.
+    last_losses: list[float] = field(default_factory=list)
 
     def add(self, report: StepReport, seconds: float) -> None:
         self.steps += 1
@@ -46,6 +49,9 @@ class Totals:
             self.clipped_share += report.clipped_share
             self.kept_mass += report.kept_mass
             self.share_steps += 1
+
+    def add_loss(self, loss: float, steps_per_epoch: int) -> None:
+        self.last_losses = [*self.last_losses, loss][-min(LAST_LOSSES, steps_per_epoch) :]
 
 
 @dataclass(frozen=True)

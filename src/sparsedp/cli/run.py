@@ -175,6 +175,9 @@ def load_with_progress(config: Config, reporter: Reporter) -> Data:
     held_out = "nothing" if data.held_out is None else f"{len(data.held_out):,}"
     seconds = time.monotonic() - started
     reporter.say(f"Data: {len(data.training):,} examples to train on, {held_out} held out ({seconds:.1f} s)")
+    summary = getattr(getattr(data.training, "sequences", data.training), "summary", None)
+    if summary is not None and summary.malformed:
+        reporter.say(f"Left out: {summary.malformed:,} malformed lines, the first {summary.first[0]}")
     return data
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any
@@ -9,13 +10,13 @@ from typing import Any
 from torch.utils.data import Subset
 
 from sparsedp.cli.config.config import Config
-from sparsedp.cli.evaluation import DivergedError, evaluate, evaluate_on, refuse_diverged
+from sparsedp.cli.evaluation import evaluate, evaluate_on, refuse_diverged
 from sparsedp.cli.prepare import Prepared
 from sparsedp.cli.progress import Reporter, evaluation_progress
 from sparsedp.cli.result import FAILED
 from sparsedp.cli.runfolder import RunFolder
 from sparsedp.cli.signals import StopRequests
-from sparsedp.errors import RankLostError, one_line
+from sparsedp.errors import DivergedError, RankLostError, one_line
 
 
 class ScheduledEvaluation:
@@ -76,27 +77,37 @@ class ScheduledEvaluation:
             return  # the loop stops, and the run that is resumed evaluates
         self.tried = self.step
 
-    def evaluate_at_end(self) -> None:
-        """The model is saved: an evaluation that fails, or is interrupted, takes nothing away."""
-        if self.evaluated == self.step:
+    def evaluate_at_end(self, last_losses: Sequence[float]) -> None:
+        """The model is saved: an evaluation that fails, or is interrupted, takes nothing away.
+
+        Whether training has diverged is asked whatever is held out, and whatever became of the evaluation.
+        """
+        if self.evaluated != self.step:  # a look may stop the run where it was evaluated
+            try:
+                if self.parts.processes.any(self.signals is not None and self.signals()):
+                    raise KeyboardInterrupt
+                with self._interruptible(), self.parts.engine.long_work():
+                    self._evaluate()
+            except KeyboardInterrupt:
+                self.failure = "interrupted"
+            except Exception as error:
+                self._note_failure(error)
+                self.failure, self.diverged = one_line(error), isinstance(error, DivergedError)
+        self.tried = self.step
+        if self.failure == "interrupted" or self.diverged:
             return
         try:
-            if self.parts.processes.any(self.signals is not None and self.signals()):
-                raise KeyboardInterrupt
-            with self._interruptible(), self.parts.engine.long_work():
-                self._evaluate()
-            refuse_diverged(self.config, self.metrics)
-        except KeyboardInterrupt:
-            self.failure = "interrupted"
-        except Exception as error:
+            self._refuse_diverged(last_losses)
+        except DivergedError as error:
             self._note_failure(error)
-            self.failure, self.diverged = one_line(error), isinstance(error, DivergedError)
+            self.failure, self.diverged = one_line(error), True
+
+    def _refuse_diverged(self, last_losses: Sequence[float]) -> None:
         name = _not_finite(self.parts)
-        if self.parts.processes.any(name is not None) and self.failure is None:
+        if self.parts.processes.any(name is not None):
             which = "A parameter" if name is None else f"Parameter '{name}'"  # of another process's part
-            self.failure = f"{which} is not finite: training has diverged. Lower optimizer.lr."
-            self.diverged = True
-        self.tried = self.step
+            raise DivergedError(f"{which} is not finite: training has diverged. Lower optimizer.lr.")
+        refuse_diverged(self.config, self.metrics if self.evaluated == self.step else {}, last_losses)
 
     def _interruptible(self) -> AbstractContextManager[None]:
         if self.signals is None or self.parts.processes.several:  # all processes evaluate together, to the end

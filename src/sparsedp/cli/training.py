@@ -21,7 +21,6 @@ from sparsedp.cli.adapters import table_adapters
 from sparsedp.cli.callbacks import Callbacks
 from sparsedp.cli.collate import SequenceCollate
 from sparsedp.cli.config.config import Config
-from sparsedp.cli.evaluation import DivergedError
 from sparsedp.cli.files import require_space
 from sparsedp.cli.looks import Looks
 from sparsedp.cli.loop import Step, steps_of_epoch
@@ -34,7 +33,7 @@ from sparsedp.cli.runfolder import RunFolder
 from sparsedp.cli.scheduled_evaluation import ScheduledEvaluation
 from sparsedp.cli.signals import StopRequests
 from sparsedp.cli.stopwatch import Stopwatch
-from sparsedp.errors import one_line
+from sparsedp.errors import DivergedError, one_line
 from sparsedp.tables import find_tables
 
 
@@ -121,7 +120,7 @@ class Training:
         if self.keep_model:
             self.folder.write_result(result.to_dict())  # what an evaluation completes, this one or one later
         with self.watch("evaluation"):
-            self.evaluations.evaluate_at_end()
+            self.evaluations.evaluate_at_end(self.totals.last_losses)
         failed = self.evaluations.failure is not None
         if not failed and self.keep_model:
             self._write_totals()
@@ -183,6 +182,8 @@ class Training:
         """Adds a step to the totals, the position, the metrics and what is shown."""
         report, totals = done.report, self.totals
         totals.add(report, done.seconds)
+        if report.units:
+            totals.add_loss(done.loss, self.parts.loader.steps_per_epoch)
         self._position = self._current_position()
         if not self.processes.is_first:
             return

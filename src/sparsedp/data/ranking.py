@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from sparsedp.data.sequences import HeldOutItems
-from sparsedp.errors import SparseDPError
+from sparsedp.errors import DivergedError, SparseDPError
 
 # Scores [n, items + 1] of the item that comes next after each history [n, length]; column 0 (padding) is not looked at.
 Scorer = Callable[[Tensor], Tensor]
@@ -53,7 +53,9 @@ def ranks(scores: Tensor, item: Tensor, exclude: Tensor | None = None) -> Tensor
     """
     target_scores = scores.gather(1, item[:, None])
     if torch.isnan(target_scores).any():
-        raise SparseDPError("A score is not a number, so that nothing can be ranked: the weights have diverged.")
+        raise DivergedError(
+            "A score is not a number, so that nothing can be ranked: training has diverged. Lower the learning rate."
+        )
     # What is below is counted, not what is above: then another item's score that is not a number counts against this one.
     rows = max(1, _BLOCK // scores.shape[1])
     below = [

@@ -8,13 +8,14 @@ import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NoReturn, TextIO
 
 import numpy as np
 
 from sparsedp.data.codes import MISSING
+from sparsedp.data.tablecache import KEPT_MALFORMED, MalformedLine, ReadSummary
 from sparsedp.data.tablecolumns import Faults, distinct_values, times_of
 from sparsedp.data.tablefiles import Paths, Wanted, find_sources, open_source
 from sparsedp.errors import ConfigError, DataError, suggestion
@@ -55,10 +56,13 @@ class Actions:
     times: np.ndarray | None  # int64 [actions]
     item_names: tuple[str, ...]
     user_names: tuple[str, ...] = ()
+    summary: ReadSummary = field(default_factory=ReadSummary)
 
 
-def read_actions(path: str | os.PathLike[str], format: str = "auto") -> Actions:
-    """Reads a plain or gzipped file. Ids are text, and blank lines are skipped; a malformed line is a DataError.
+def read_actions(path: str | os.PathLike[str], format: str = "auto", *, max_malformed: float = 0.001) -> Actions:
+    """Reads a plain or gzipped file. Ids are text, and blank lines are skipped.
+
+    Malformed lines are left out, and `summary` tells of them; more than the share `max_malformed` of them is a DataError.
 
     "movielens": `user::item::rating::timestamp` (ratings.dat of MovieLens 1M).
     "movielens_100k": the same with tabs (u.data of MovieLens 100K).
@@ -79,12 +83,15 @@ def read_actions(path: str | os.PathLike[str], format: str = "auto") -> Actions:
         with open_text(path) as lines:
             format = _guess(path, next((line for line in lines if line.strip()), ""))
     with open_text(path) as lines:
-        return _read_lists(path, lines) if format == "lists" else _read_rows(path, lines, format)
+        reader = _Reader(path, max_malformed)
+        return reader.read_lists(lines) if format == "lists" else reader.read_rows(lines, format)
 
 
-def read_action_columns(paths: Paths, *, user: str, item: str, time: str | None = None) -> Actions:
+def read_action_columns(
+    paths: Paths, *, user: str, item: str, time: str | None = None, max_malformed: float = 0.001
+) -> Actions:
     """Reads files with columns of these names: text, Parquet or Arrow, as `sparsedp.data.open_table` does. Without a time the
-    order of the rows is that of time. A malformed line is a DataError.
+    order of the rows is that of time. Malformed lines are as in `read_actions`.
     """
     named = {"user": user, "item": item, "time": time}
     used = [name for name in named.values() if name is not None]
@@ -94,22 +101,34 @@ def read_action_columns(paths: Paths, *, user: str, item: str, time: str | None 
     numbers: dict[str, dict[bytes, int]] = {"user": {}, "item": {}}
     places: dict[str, list[np.ndarray]] = {"user": [], "item": []}
     times: list[np.ndarray] = []
+    summary = ReadSummary()
     for path in find_sources(paths):
         source = open_source(path, wanted)
         for task in source.pieces():
             piece = task()
-            if piece.bad:
-                raise DataError(f"{path}, {source.unit} {piece.bad[0][0]}: {piece.bad[0][1]}")
             faults = Faults(piece.rows)
+            values = {use: distinct_values(piece.columns[use]) for use in numbers}
+            for use, of_use in values.items():
+                faults.add(of_use.places == MISSING, f"the {use} is empty")
+            when = None if time is None else times_of(piece.columns["time"], time, faults)
+            good = np.flatnonzero(~faults.wrong)
             for use, known in numbers.items():
-                values = distinct_values(piece.columns[use])
-                faults.add(values.places == MISSING, f"the {use} is empty")
-                number = [known.setdefault(value, len(known)) for value in values.distinct.to_pylist()]
-                places[use].append(np.array([*number, MISSING])[values.places])
-            if time is not None:
-                times.append(times_of(piece.columns["time"], time, faults))
-            for row, reason in faults.first(1):
-                raise DataError(f"{path}, {source.unit} {piece.lines_of([row])[0]}: {reason}")
+                kept = values[use].places[good]
+                distinct = values[use].distinct.to_pylist()
+                number = np.full(len(distinct), MISSING)
+                for place in np.unique(kept).tolist():  # a value of malformed lines alone is not known
+                    number[place] = known.setdefault(distinct[place], len(known))
+                places[use].append(number[kept])
+            if when is not None:
+                times.append(when[good])
+            named = faults.first(KEPT_MALFORMED)
+            wrong = zip(piece.lines_of([row for row, _ in named]), (reason for _, reason in named))
+            for line, reason in sorted([*piece.bad, *wrong])[: KEPT_MALFORMED - len(summary.first)]:
+                summary.first.append(MalformedLine(str(path), line, reason, source.unit))
+            summary.malformed += piece.lost + int(np.count_nonzero(faults.wrong))
+            summary.rows += len(good)
+            summary.check(max_malformed, complete=False)
+    summary.check(max_malformed)
     if not numbers["user"]:
         raise DataError(f"{paths}: no actions in it")
     names = {use: tuple(value.decode("utf-8", "replace") for value in known) for use, known in numbers.items()}
@@ -119,60 +138,76 @@ def read_action_columns(paths: Paths, *, user: str, item: str, time: str | None 
         np.concatenate(times) if times else None,
         names["item"],
         names["user"],
+        summary,
     )
 
 
-def _read_rows(path: Path, lines: TextIO, format: str) -> Actions:
-    layout = None if format == "csv" else _LAYOUTS[format]
-    users: dict[str, int] = {}
-    items: dict[str, int] = {}
-    user_of, item_of, time_of = array("q"), array("q"), array("q")
-    for number, line in enumerate(lines, 1):
-        text = line.rstrip("\r\n")
-        if not text.strip():
-            continue
-        if layout is None:
-            layout = _csv_layout(path, number, text)
-            continue
-        parts = text.split(layout.separator)
-        if len(parts) != layout.fields:
-            hint = "; is it format='lists'?" if format == "pairs" else ""
-            _refuse(path, number, f"{len(parts)} fields where format {format!r} has {layout.fields}{hint}")
-        user, item = parts[layout.user].strip(), parts[layout.item].strip()
-        if not user or not item:
-            _refuse(path, number, f"the {'item' if user else 'user'} is empty")
-        if layout.time is not None:
-            try:
-                time_of.append(int(parts[layout.time]))
-            except (ValueError, OverflowError):
-                _refuse(path, number, f"the timestamp {parts[layout.time]!r} is not a whole number of 64 bits")
-        user_of.append(users.setdefault(user, len(users)))
-        item_of.append(items.setdefault(item, len(items)))
-    if not user_of:
-        raise DataError(f"{path}: no actions in it")
-    times = None if layout is None or layout.time is None else _whole(time_of)
-    return Actions(_whole(user_of), _whole(item_of), times, tuple(items), tuple(users))
+class _Reader:
+    """The actions of one file, line by line."""
 
+    def __init__(self, path: Path, max_malformed: float) -> None:
+        self.path, self.max_malformed, self.summary = path, max_malformed, ReadSummary()
+        self.users: dict[str, int] = {}
+        self.items: dict[str, int] = {}
+        self.user_of, self.item_of, self.time_of = array("q"), array("q"), array("q")
 
-def _read_lists(path: Path, lines: TextIO) -> Actions:
-    users: dict[str, int] = {}
-    items: dict[str, int] = {}
-    user_of, item_of = array("q"), array("q")
-    for number, line in enumerate(lines, 1):
-        parts = line.split()
-        if not parts:
-            continue
-        user, *items_of_user = parts
-        if not items_of_user:
-            _refuse(path, number, f"user {user!r} has no items")
-        if user in users:
-            _refuse(path, number, f"user {user!r} has a line before; format 'lists' has one for each user")
-        users[user] = len(users)
-        user_of.extend([users[user]] * len(items_of_user))
-        item_of.extend(items.setdefault(item, len(items)) for item in items_of_user)
-    if not user_of:
-        raise DataError(f"{path}: no actions in it")
-    return Actions(_whole(user_of), _whole(item_of), None, tuple(items), tuple(users))
+    def read_rows(self, lines: TextIO, format: str) -> Actions:
+        layout = None if format == "csv" else _LAYOUTS[format]
+        for number, line in enumerate(lines, 1):
+            text = line.rstrip("\r\n")
+            if not text.strip():
+                continue
+            if layout is None:
+                layout = _csv_layout(self.path, number, text)
+                continue
+            parts = text.split(layout.separator)
+            if len(parts) != layout.fields:
+                hint = "; is it format='lists'?" if format == "pairs" else ""
+                self._leave_out(number, f"{len(parts)} fields where format {format!r} has {layout.fields}{hint}")
+                continue
+            user, item = parts[layout.user].strip(), parts[layout.item].strip()
+            if not user or not item:
+                self._leave_out(number, f"the {'item' if user else 'user'} is empty")
+                continue
+            if layout.time is not None:
+                try:
+                    self.time_of.append(int(parts[layout.time]))
+                except (ValueError, OverflowError):
+                    self._leave_out(number, f"the timestamp {parts[layout.time]!r} is not a whole number of 64 bits")
+                    continue
+            self.user_of.append(self.users.setdefault(user, len(self.users)))
+            self.item_of.append(self.items.setdefault(item, len(self.items)))
+            self.summary.rows += 1
+        return self._actions(None if layout is None or layout.time is None else _whole(self.time_of))
+
+    def read_lists(self, lines: TextIO) -> Actions:
+        for number, line in enumerate(lines, 1):
+            parts = line.split()
+            if not parts:
+                continue
+            user, *items = parts
+            if not items:
+                self._leave_out(number, f"user {user!r} has no items")
+                continue
+            if user in self.users:
+                self._leave_out(number, f"user {user!r} has a line before; format 'lists' has one for each user")
+                continue
+            self.users[user] = len(self.users)
+            self.user_of.extend([self.users[user]] * len(items))
+            self.item_of.extend(self.items.setdefault(item, len(self.items)) for item in items)
+            self.summary.rows += 1
+        return self._actions(None)
+
+    def _leave_out(self, number: int, reason: str) -> None:
+        self.summary.add(MalformedLine(str(self.path), number, reason))
+        self.summary.check(self.max_malformed, complete=False)
+
+    def _actions(self, times: np.ndarray | None) -> Actions:
+        self.summary.check(self.max_malformed)
+        if not self.user_of:
+            raise DataError(f"{self.path}: no actions in it")
+        names = tuple(self.items), tuple(self.users)
+        return Actions(_whole(self.user_of), _whole(self.item_of), times, *names, self.summary)
 
 
 def _whole(values: array[int]) -> np.ndarray:

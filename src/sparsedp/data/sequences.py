@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from sparsedp.data.sequencefiles import Actions, read_action_columns, read_actions
+from sparsedp.data.tablecache import ReadSummary
 from sparsedp.data.tablefiles import Paths
 from sparsedp.errors import ConfigError, DataError
 from sparsedp.generator import CipherGenerator
@@ -39,7 +40,8 @@ class Sequences:
     """User u has the items `actions[starts[u] : starts[u + 1]]`, in order of time; ids from 1 to `items`.
 
     `vocabulary_is_private` is true where the items, and how many there are, were found in the private data, which the
-    accounting does not cover. Item i is called `item_names[i - 1]` in the file, and user u `user_names[u]`.
+    accounting does not cover. Item i is called `item_names[i - 1]` in the file, and user u `user_names[u]`. `summary` tells how
+    many lines of the file were malformed.
     """
 
     actions: np.ndarray  # int64 [actions]
@@ -48,6 +50,7 @@ class Sequences:
     vocabulary_is_private: bool = False
     item_names: tuple[str, ...] = ()
     user_names: tuple[str, ...] = ()
+    summary: ReadSummary = field(default_factory=ReadSummary)
 
     @property
     def users(self) -> int:
@@ -90,21 +93,23 @@ def open_sequences(
     time: str | None = None,
     min_actions: int = 5,
     until_stable: bool = False,
+    max_malformed: float = 0.001,
 ) -> Sequences:
     """Reads a log (formats: `sparsedp.data.read_actions`) and makes it into sequences (`make_sequences`).
 
     With the names of the columns `user` and `item`, and `time` if there is one, the log is read as tables are: one file or many,
     text, Parquet or Arrow (`sparsedp.data.read_action_columns`).
+    Malformed lines are left out; more than the share `max_malformed` of them is a DataError.
     Files that hold sequences already ("pairs", "lists") have mostly been filtered before: min_actions=1 takes all.
     """
     if user is None and item is None and time is None:
         if not isinstance(path, (str, os.PathLike)):
             raise ConfigError("sequences: several files are read by the names of their columns: give user and item")
-        actions = read_actions(path, format)
+        actions = read_actions(path, format, max_malformed=max_malformed)
     elif user is None or item is None or format != "auto":
         raise ConfigError("sequences: give the names of both columns, user and item, and no format beside them")
     else:
-        actions = read_action_columns(path, user=user, item=item, time=time)
+        actions = read_action_columns(path, user=user, item=item, time=time, max_malformed=max_malformed)
     try:
         return make_sequences(actions, min_actions=min_actions, until_stable=until_stable)
     except DataError as error:
@@ -142,6 +147,7 @@ def make_sequences(actions: Actions, *, min_actions: int = 5, until_stable: bool
         vocabulary_is_private=True,
         item_names=names,
         user_names=tuple(actions.user_names[code] for code in user_codes) if actions.user_names else (),
+        summary=actions.summary,
     )
 
 

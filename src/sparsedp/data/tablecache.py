@@ -77,6 +77,12 @@ class ReadSummary:
     malformed: int = 0
     first: list[MalformedLine] = field(default_factory=list)
 
+    def add(self, line: MalformedLine) -> None:
+        """A line that is left out."""
+        self.malformed += 1
+        if len(self.first) < KEPT_MALFORMED:
+            self.first.append(line)
+
     def check(self, max_malformed: float, *, complete: bool = True) -> None:
         """Raises DataError if too many lines were malformed.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import json
 import os
 import re
 import zlib
@@ -91,22 +92,52 @@ class Source:
 
 
 def find_sources(paths: Paths) -> list[Path]:
-    """The files of a log in order: a file, a list, or a directory or glob pattern (day_2 before day_10)."""
+    """The files of a log in order: a file, a list, or a directory or glob pattern (day_2 before day_10).
+
+    A directory is gone through with all that it holds, but for names that begin with "." or "_" and `*.json`, such as Spark's
+    _SUCCESS: they tell of the data and are none. Of one that Hugging Face's `save_to_disk` wrote, these are the files that its
+    state.json lists.
+    """
     if not isinstance(paths, (str, os.PathLike)):
-        sources = [Path(path) for path in paths]
-    elif Path(paths).is_dir():
-        sources = [p for p in Path(paths).iterdir() if p.is_file() and not p.name.startswith(".")]
-        sources.sort(key=_natural)
+        named = [Path(path) for path in paths]
     elif has_magic(os.fspath(paths)) and not Path(paths).exists():
-        sources = sorted((Path(p) for p in glob(os.fspath(paths)) if Path(p).is_file()), key=_natural)
+        named = sorted(map(Path, glob(os.fspath(paths), recursive=True)), key=_natural)
     else:
-        sources = [Path(paths)]
+        named = [Path(paths)]
+    sources = [file for path in named for file in (_files_within(path) if path.is_dir() else [path])]
     if not sources:
         raise DataError(f"no files found: {paths!r}")
     for path in sources:
         if not path.is_file():
             raise DataError(f"{path}: no such file")
-    return [path.absolute() for path in sources]
+    absolute = [path.absolute() for path in sources]
+    patterned = isinstance(paths, (str, os.PathLike))  # which may match a folder and what is in it
+    return list(dict.fromkeys(absolute)) if patterned else absolute
+
+
+def _files_within(folder: Path) -> list[Path]:
+    names = {path.name for path in folder.iterdir()}
+    if "dataset_dict.json" in names:  # Hugging Face
+        parts = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+        raise DataError(
+            f"{folder}: holds several data sets, which are not to be mixed: name one of its folders {parts}"
+        )
+    if {"state.json", "dataset_info.json"} <= names:
+        try:
+            return [
+                folder / entry["filename"] for entry in json.loads((folder / "state.json").read_text())["_data_files"]
+            ]
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{folder / 'state.json'}: does not list the files of the data set: {error!r}") from error
+    found: list[Path] = []
+    for path in sorted(folder.iterdir(), key=_natural):
+        if path.name.startswith((".", "_")) or path.suffix == ".json":
+            continue
+        if path.is_dir():
+            found += _files_within(path)
+        elif path.is_file():
+            found.append(path)
+    return found
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
@@ -512,6 +543,16 @@ def _arrow(path: Path, wanted: Wanted, stream: bool) -> Source:
 def open_frame(frame: Any, wanted: Wanted) -> Source:
     """A pandas or polars frame, a Hugging Face data set, or an Arrow table."""
     if hasattr(frame, "with_format"):  # Hugging Face
+        if frame.column_names is None or not hasattr(frame, "__len__"):
+            raise DataError(
+                f"the {type(frame).__name__} is a stream, which is neither sampled from nor read twice: load the data set "
+                "without streaming=True, or save it as Parquet"
+            )
+        if isinstance(frame.column_names, dict):
+            parts = ", ".join(map(repr, frame.column_names))
+            raise DataError(
+                f"the {type(frame).__name__} holds several data sets: give one of {parts}, as in data['train']"
+            )
         names, taken = list(frame.column_names), frame.with_format("arrow")
 
         def batches(used: list[str]) -> Iterator[pa.RecordBatch]:

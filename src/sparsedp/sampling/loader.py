@@ -465,6 +465,12 @@ def _checked(loader: DataLoader, users: Users | None, share: Share, stream: Stre
             f"{type(loader.dataset).__name__} is an IterableDataset or has no length, so units cannot be "
             "sampled with a known probability: use a map-style data set with __getitem__ and __len__."
         )
+    kind = type(loader.dataset)
+    if (package := kind.__module__.partition(".")[0]) in ("pyarrow", "pandas", "polars"):
+        raise UnsupportedError(
+            f"A {kind.__name__} of {package} is no data set of examples: its item i is no row i. Make one "
+            "with sparsedp.data.open_table(table, schema), or a TensorDataset of its columns."
+        )
     size = len(loader.dataset)
     if size == 0:
         raise UnsupportedError("The data set is empty: there is nothing to sample from.")

@@ -13,6 +13,13 @@ from sparsedp.cli.guessing import Guess, Kind, Sample, guess_actions, guess_tabl
 from sparsedp.data.tablefiles import find_sources
 from sparsedp.errors import ConfigError
 
+_MECHANISM = (
+    "  # dpsgd puts noise on all rows of all tables: it needs no setting, keeps all that is learned of rare values, and costs",
+    "  # next to nothing while tables are small. It is slow with large ones: what all would do, and which one to take, says",
+    "  #   sparsedp plan THIS_FILE --compare --look-at-data",
+    "  mechanism: dpsgd",
+)
+
 EPILOG = """examples:
   sparsedp init clicks.csv                   guesses the label and the columns; writes clicks.yaml
   sparsedp init 'days/*.parquet' --label bought
@@ -170,7 +177,7 @@ def _table_config(file: str, guesses: list[Guess], sample: Sample) -> str:
         "  target_epsilon: 3.0  # smaller is safer",
         "  max_grad_norm: 1.0",
         f"  unit: {'user' if by_user else 'example'}  # what is protected: an example, or a user with all of their examples",
-        "  mechanism: dpsgd  # docs/mechanisms.md has those for large tables",
+        *_MECHANISM,
     ]
     return "\n".join(lines) + "\n"
 
@@ -219,7 +226,7 @@ def _text_config(file: str, guesses: list[Guess], sample: Sample) -> str:
         "  target_epsilon: 3.0  # smaller is safer",
         "  max_grad_norm: 1.0",
         f"  unit: {'user' if by_user else 'example'}  # what is protected: an example, or a user with all of their examples",
-        "  mechanism: dpsgd  # docs/mechanisms.md has those for large tables",
+        *_MECHANISM,
     ]
     return "\n".join(lines) + "\n"
 
@@ -262,6 +269,7 @@ def _sequence_config(file: str, guesses: list[Guess], sample: Sample, path: Path
         "  max_grad_norm: 1.0",
         "  clipping: automatic",
         "  unit: user  # a sequence is all that a user did",
+        *_MECHANISM,
     ]
     return "\n".join(lines) + "\n"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -121,10 +122,11 @@ def _close(args: argparse.Namespace, config: Config, result: RunResult, console:
         console.print(result.table())
     if result.diverged:
         kept = f"The model is in {folder.release}, and the last checkpoint beside it"
-        _print(console, f"sparsedp: error: Trained, and of no use: {(result.failure or '').rstrip('.')}. {kept}.")
+        _say_error(f"Trained, and of no use: {(result.failure or '').rstrip('.')}. {kept}.")
     elif result.failure is not None:
-        message = f"Trained, not evaluated: {result.failure.rstrip('.')}. The model and its statement are in {folder.release}."
-        _print(console, f"{message} Make up for the evaluation with:\n  {command_on_run('evaluate', config, folder)}")
+        where = f"The model and its statement are in {folder.release}"
+        _say_error(f"Trained, not evaluated: {result.failure.rstrip('.')}. {where}.")
+        _print(console, f"Make up for the evaluation with:\n  {command_on_run('evaluate', config, folder)}")
     return _code(result)
 
 
@@ -134,6 +136,10 @@ def _code(result: RunResult) -> int:
     if result.diverged:
         return DIVERGED
     return 0 if result.failure is None else NOT_EVALUATED
+
+
+def _say_error(text: str) -> None:
+    print(f"sparsedp: error: {text}", file=sys.stderr)
 
 
 def _print(console: Console, text: str) -> None:

@@ -276,6 +276,7 @@ class SequencesData(SequenceKind):
     length: Count = 50
     min_actions: Count = 5
     until_stable: bool = False
+    max_malformed: Share = 0.001
     held_out: Literal["test", "validation"] = "test"
     exclude_seen: bool = False
 
@@ -291,6 +292,7 @@ class SequencesData(SequenceKind):
             time=self.time,
             min_actions=self.min_actions,
             until_stable=self.until_stable,
+            max_malformed=self.max_malformed,
         )
 
     def with_absolute_paths(self) -> SequencesData:
@@ -371,6 +373,7 @@ class TimelinesData(TimelineKind):
     min_actions: Count = 1
     titles: str | None = None
     until_stable: bool = False
+    max_malformed: Share = 0.001
     held_out: HeldOutShare = 0.2
     test_labels: Count = 1
     split_seed: Seed = 0
@@ -388,6 +391,7 @@ class TimelinesData(TimelineKind):
             time=self.time,
             min_actions=self.min_actions,
             until_stable=self.until_stable,
+            max_malformed=self.max_malformed,
         )
         if self.titles is None:
             return sequences, None

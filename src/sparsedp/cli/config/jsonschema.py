@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import types
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.schema import Address, OneOf, Range, annotations_of
+from sparsedp.cli.config.sections import PrivacyConfig
+from sparsedp.mechanisms import Mechanism, PublicCounts
 
 _PLAIN: dict[Any, dict[str, Any]] = {
     Address: {"type": "string", "pattern": r"^[\w.]+:[\w.]+$"},
@@ -19,8 +22,8 @@ _PLAIN: dict[Any, dict[str, Any]] = {
     str: {"type": "string"},
     Any: {},
 }
-# What may be written in another way than the annotation says, and is put right before it is checked.
-_SPELLED_OTHERWISE = {"mechanism": {"type": "string"}}
+# Settings of mechanisms that no configuration gives: what the engine sets, and what only Python can say.
+_NOT_GIVEN = {"found", "inputs"}
 
 
 def config_schema() -> dict[str, Any]:
@@ -53,6 +56,49 @@ def _of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     return {"type": "object"} if kind is dict else _PLAIN[kind]
 
 
+def _of_mechanism(definitions: dict[str, Any]) -> dict[str, Any]:
+    """By its name alone, with its settings, or a class of one's own, of whose settings nothing is known here."""
+    kinds = [kind for kind in Mechanism.__subclasses__() if kind.__module__.startswith("sparsedp.")]
+    names = [kind.name for kind in kinds]
+    own = {"type": "string", "pattern": _PLAIN[Address]["pattern"]}
+    return {
+        "anyOf": [
+            {"enum": names},
+            own,
+            *(_of_settings(kind, definitions) for kind in kinds),
+            {"type": "object", "properties": {"name": own}, "required": ["name"], "additionalProperties": True},
+        ]
+    }
+
+
+def _of_settings(kind: type[Mechanism], definitions: dict[str, Any]) -> dict[str, Any]:
+    name = f"mechanism-{kind.name}"
+    if name not in definitions:
+        hints = {key: hint for key, hint in annotations_of(kind).items() if key not in _NOT_GIVEN}
+        defaults = {field.name: field.default for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        properties: dict[str, Any] = {"name": {"enum": [kind.name]}}
+        for key, hint in hints.items():
+            properties[key] = _with_default(_of_setting(hint, definitions), defaults[key])
+        definitions[name] = _object(kind, properties, ["name"])
+    return {"$ref": f"#/$defs/{name}"}
+
+
+def _of_setting(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+    """As `_of`, in the words that stand for what a file cannot hold: public counts, which lie in a file of their own."""
+    kind = get_origin(hint) or hint
+    if kind in (Union, types.UnionType):
+        return {"anyOf": [_of_setting(member, definitions) for member in get_args(hint)]}
+    if kind is PublicCounts:
+        return {"enum": ["counts"]}
+    if kind is Mapping:
+        return {"enum": ["public"]}
+    return _of_settings(kind, definitions) if _is_mechanism(kind) else _of(hint, definitions)
+
+
+def _is_mechanism(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Mechanism)
+
+
 def _of_range(limit: Range) -> dict[str, float]:
     out: dict[str, float] = {}
     if math.isfinite(limit.low):
@@ -65,24 +111,36 @@ def _of_range(limit: Range) -> dict[str, float]:
 def _of_dataclass(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
     name = kind.__name__
     if name not in definitions:
-        hints, defaults = annotations_of(kind), {field.name: field for field in dataclasses.fields(kind)}
+        hints, fields = annotations_of(kind), {field.name: field for field in dataclasses.fields(kind)}
         properties: dict[str, Any] = {}
         definitions[name] = {}  # so that one that holds itself would end
         for key, hint in hints.items():
-            value = _of(hint, definitions)
-            if key in _SPELLED_OTHERWISE:
-                value = {"anyOf": [value, _SPELLED_OTHERWISE[key]]}
-            default = defaults[key].default
-            if isinstance(default, (bool, int, float, str)):
-                value = {**value, "default": default}
-            properties[key] = value
+            if kind is PrivacyConfig and key == "mechanism":
+                value = _of_mechanism(definitions)
+            elif (
+                options := fields[key].metadata.get("values")
+            ) is not None:  # of each entry of a mapping, which may be null
+                entry = {"anyOf": [_of(options, definitions), _PLAIN[types.NoneType]]}
+                names = {"type": "array", "items": _PLAIN[str], "uniqueItems": True}
+                value = {"anyOf": [names, {"type": "object", "additionalProperties": entry}]}
+            else:
+                value = _of(hint, definitions)
+            properties[key] = _with_default(value, fields[key].default)
         missing = dataclasses.MISSING
-        required = [k for k in hints if defaults[k].default is missing and defaults[k].default_factory is missing]
-        definitions[name] = {
-            "type": "object",
-            "description": (kind.__doc__ or "").strip().partition("\n")[0],
-            "properties": properties,
-            "required": required,
-            "additionalProperties": False,
-        }
+        required = [k for k in hints if fields[k].default is missing and fields[k].default_factory is missing]
+        definitions[name] = _object(kind, properties, required)
     return {"$ref": f"#/$defs/{name}"}
+
+
+def _with_default(value: dict[str, Any], default: Any) -> dict[str, Any]:
+    return {**value, "default": default} if isinstance(default, (bool, int, float, str)) else value
+
+
+def _object(kind: Any, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "description": (kind.__doc__ or "").strip().partition("\n")[0],
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+    }

@@ -111,10 +111,10 @@ class TableData(ClickKind):
     label: str
     positive: str | list[str] | None = None
     label_above: float | None = None
-    categorical: list[str] | dict[str, Any] = field(default_factory=list)
-    numeric: list[str] | dict[str, Any] = field(default_factory=list)
-    sequence: list[str] | dict[str, Any] = field(default_factory=list)
-    text: list[str] | dict[str, Any] = field(default_factory=list)
+    categorical: list[str] | dict[str, Any] = field(default_factory=list, metadata={"values": CategoricalOptions})
+    numeric: list[str] | dict[str, Any] = field(default_factory=list, metadata={"values": NumericOptions})
+    sequence: list[str] | dict[str, Any] = field(default_factory=list, metadata={"values": SequenceOptions})
+    text: list[str] | dict[str, Any] = field(default_factory=list, metadata={"values": TextOptions})
     user: str | None = None
     time: str | None = None
     every: Literal["hour", "day", "week"] = "day"
@@ -224,5 +224,9 @@ class TableData(ClickKind):
 def _columns(columns: list[str] | dict[str, Any], kind: type[T], key: str) -> dict[str, T]:
     """The options of each column, by its name."""
     if isinstance(columns, list):
+        for name in columns:
+            if columns.count(name) > 1:
+                raise SchemaError(key, f"the column {name!r} is named twice")
         columns = dict.fromkeys(columns)
-    return {name: build(kind, options or {}, f"{key}.{name}") for name, options in columns.items()}
+    said: dict[str, Any] = {name: {} if options is None else options for name, options in columns.items()}
+    return {name: build(kind, options, f"{key}.{name}") for name, options in said.items()}
