@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
@@ -437,3 +438,87 @@ def test_metrics_of_the_module(tmp_path: Path) -> None:
     assert callback.engine.ledger.steps == 10
     assert not any("accuracy" in name for name in module.state_dict())  # its counts do not leave with the weights
     trainer.save_checkpoint(tmp_path / "last.ckpt")
+
+
+# ---------------------------------------------------------------------- language models: what one text moves
+
+
+class Language(lightning.LightningModule):
+    """GPT-2 or BERT with losses of units, as docs/lightning.md has it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        transformers = pytest.importorskip("transformers")
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 30, "pad_token_id": 0}
+        if kind == "ForCausalLM":
+            config = transformers.GPT2Config(
+                n_embd=8, n_layer=1, n_head=2, n_positions=8, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1,
+                eos_token_id=1, **sizes,
+            )  # fmt: skip
+            self.model = transformers.GPT2LMHeadModel(config)
+        else:
+            config = transformers.BertConfig(
+                hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, max_position_embeddings=8,
+                hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, **sizes,
+            )  # fmt: skip
+            self.model = transformers.BertForSequenceClassification(config)
+        self.kind, self.moves, self.sizes = kind, [flat(self)], []
+
+    def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+        from sparsedp.integrations.unit_losses import losses_of_units
+
+        ids, labels = batch
+        self.sizes.append(len(ids))
+        outputs = self.model(input_ids=ids, attention_mask=(ids != 0).long())
+        return losses_of_units(self.kind, outputs, {"labels": labels}).sum()
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.moves.append(flat(self))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def flat(module: nn.Module) -> Tensor:
+    return torch.cat([p.detach().double().flatten() for p in module.parameters()])
+
+
+def language_run(
+    kind: str, ids: Tensor, labels: Tensor, folder: Path, clip: float, batch: int = 4, physical: Any = 2, **limits: Any
+) -> Language:
+    settings = PrivacySettings(max_grad_norm=clip, loss_reduction="sum")
+    callback = PrivacyCallback(
+        settings=settings, engine=sparsedp.PrivacyEngine(seed=5), noise_multiplier=0.0, max_physical_batch=physical
+    )
+    module = Language(kind)
+    trainer_of(folder, callback, precision="64-true", **limits).fit(module, loader_of(ids, labels, batch_size=batch))
+    assert callback.engine.ledger.steps == len(module.moves) - 1
+    return module
+
+
+@pytest.mark.parametrize("kind", ["ForCausalLM", "ForSequenceClassification"])
+def test_a_text_moves_a_step_by_the_bound_at_most(tmp_path: Path, kind: str) -> None:
+    """Texts of a repeated token, of one token and of nothing but padding, in physical batches of two."""
+    ids = torch.randint(3, 30, (8, 6), generator=torch.Generator().manual_seed(2))
+    ids[0], ids[1, 1:], ids[2] = 7, 0, 0
+    labels = ids.masked_fill(ids == 0, -100) if kind == "ForCausalLM" else torch.arange(8) % 2
+    clip = 0.05
+    whole = language_run(kind, ids, labels, tmp_path, clip, max_steps=1, max_epochs=1)
+    assert len(whole.sizes) > 1 and max(whole.sizes) == 2
+    largest = 0.0
+    for unit in range(8):
+        without = labels.clone()
+        without[unit] = -100
+        other = language_run(kind, ids, without, tmp_path, clip, max_steps=1, max_epochs=1)
+        largest = max(largest, float((whole.moves[1] - other.moves[1]).norm()))
+    assert clip * 0.99 < largest <= clip * (1 + 1e-6)
+
+
+def test_empty_batches_of_texts_count_and_move_nothing(tmp_path: Path) -> None:
+    ids = torch.tensor([[5, 6, 0], [7, 7, 7], [8, 0, 0], [9, 3, 4]])
+    module = language_run(
+        "ForSequenceClassification", ids, torch.tensor([1, 0, 1, 0]), tmp_path, 0.05, 1, None, max_epochs=6
+    )
+    moved = [float((after - before).norm()) for before, after in itertools.pairwise(module.moves)]
+    assert len(moved) == 24 and min(moved) == 0 and 0 < max(moved) <= 4 * 0.05 * (1 + 1e-6)
