@@ -146,6 +146,29 @@ def test_columns_of_sequences_that_no_guess_would_find_can_be_named(capsys: pyte
     assert "the same column as --" in twice
 
 
+@pytest.mark.parametrize("zipped", [False, True])
+def test_the_batch_is_one_for_all_rows_not_for_those_that_were_looked_at(zipped: bool) -> None:
+    draw = random.Random(5)
+    text = "clicked,site\n" + "".join(f"{draw.randrange(2)},größe {draw.randrange(50)}\n" for _ in range(100_000))
+    Path("log.csv").write_bytes(gzip.compress(text.encode()) if zipped else text.encode())
+    assert main(["init", "log.csv"]) == 0
+    assert yaml.safe_load(Path("log.yaml").read_text())["training"]["batch_size"] == 8192
+    Path("days").mkdir()
+    for day in range(3):  # each of them is looked at whole, and is a third of all
+        Path(f"days/{day}.csv").write_text(text[:60_000].rpartition("\n")[0] + "\n")
+    assert main(["init", "days"]) == 0
+    assert yaml.safe_load(Path("days.yaml").read_text())["training"]["batch_size"] == 1024
+
+
+@pytest.mark.parametrize("together, batch", [(True, 256), (False, 64)])
+def test_the_batch_of_sequences_is_one_for_all_users(together: bool, batch: int) -> None:
+    users = [user for user in range(5000) for _ in range(5)] if together else [i % 1000 for i in range(25_000)]
+    rows = [f"{user},{i % 40},{1_700_000_000 + i}" for i, user in enumerate(users)]
+    Path("log.csv").write_text("user,item,time\n" + "\n".join(rows) + "\n")
+    assert main(["init", "--sequence", "log.csv"]) == 0
+    assert yaml.safe_load(Path("log.yaml").read_text())["training"]["batch_size"] == batch
+
+
 def test_users_of_a_table_can_be_named_and_yes_and_no_are_a_label(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"{i},k{i % 40},u{i % 3},{'Yes' if i % 3 else 'no'},g{i % 4}" for i in range(120)]
     Path("log.csv").write_text("nr,Kundin,user,geklickt?,ad\n" + "\n".join(rows) + "\n")

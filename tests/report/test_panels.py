@@ -12,6 +12,7 @@ from benchmarks.speed.parts import PARTS, plots_of
 from matplotlib.figure import Figure
 
 from sparsedp.report.panels import apart, legend_beside, log_axis
+from sparsedp.report.plots import heat_plot
 
 RESULTS = Path(__file__).parents[2] / "docs/speed/results.json"
 
@@ -27,7 +28,8 @@ def overlaps(figure: Figure) -> list[str]:
         for axis in (panel.xaxis, panel.yaxis):
             low, high = sorted(axis.get_view_interval())
             ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-            texts = [t.label1 for t in ticks if t.label1.get_text() and low <= t.get_loc() <= high]
+            labels = [label for t in ticks for label in (t.label1, t.label2) if low <= t.get_loc() <= high]
+            texts = [label for label in labels if label.get_visible() and label.get_text()]
             for i, one in enumerate(texts):
                 for other in texts[i + 1 :]:
                     if not one.get_rotation() and one.get_window_extent().overlaps(other.get_window_extent()):
@@ -97,3 +99,26 @@ def test_a_logarithmic_axis_has_plain_numbers_apart(span: float) -> None:
 def test_places_that_would_lie_on_one_another_are_left_out() -> None:
     assert apart([1, 1.05, 2, 4, 1000]) == [1, 2, 4, 1000]
     assert apart([7]) == [7]
+
+
+def test_a_heat_map_has_plain_names_and_says_which_end_is_better() -> None:
+    key = "privacy.mechanism."
+    settings = [
+        {
+            "settings": {f"{key}threshold": t, f"{key}noise_ratio": r},
+            "metric": {part: {"mean": 0.7 + 0.01 * t * r} for part in ("validation", "test")},
+            "gradient_size": 10**t * r,
+        }
+        for t in (1.0, 2.0, 5.0)
+        for r in (1.0, 4.0)
+    ]
+    variants = {"dpsgd": {"settings": []}, "adafest": {"settings": settings}}
+    point = {"point": {"privacy.target_epsilon": 3.0}, "tables_matter": True, "variants": variants}
+    figure = heat_plot({"points": [point], "metric": "auc", "more_is_better": True, "reference": "dpsgd"})
+    assert figure is not None and overlaps(figure) == []
+    panels, bars = figure.axes[:2], figure.axes[2:]
+    assert all(panel.get_title().startswith("AdaFEST, epsilon = 3") for panel in panels)
+    assert {(panel.get_ylabel(), panel.get_xlabel()) for panel in panels} == {("threshold", "noise ratio")}
+    assert all(bar.get_ylabel() == "darker is better" for bar in bars)
+    ticks = [text.get_text() for bar in bars for text in (*bar.get_yticklabels(), *bar.get_yticklabels(minor=True))]
+    assert ticks and not any("$" in text for text in ticks)

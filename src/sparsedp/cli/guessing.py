@@ -79,6 +79,7 @@ class Sample:
     has_header: bool
     rows: list[list[Any]]
     complete: bool  # whether these are all of the file
+    rows_in_all: int = 0  # about how many rows all files have, where somebody estimated it
 
     def column(self, place: int) -> list[Any]:
         return [row[place] for row in self.rows if row[place] not in (None, "", [])]

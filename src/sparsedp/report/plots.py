@@ -16,6 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
+from matplotlib.ticker import LogLocator
 
 from sparsedp.report.chart import short
 from sparsedp.report.markdown import CONTROL_NAMES, METRIC_NAMES, TABLES_DO_NOT_MATTER, describe_settings
@@ -24,6 +25,10 @@ from sparsedp.report.panels import legend_beside
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _TITLE_WIDTH = 56  # letters above a panel of heat.png
 _LINES = {"non_private": ":", "frozen": "--"}
+_NAMES = {
+    "dpsgd": "DP-SGD", "lazydp": "LazyDP", "eana": "EANA", "fest": "FEST", "adafest": "AdaFEST", "adafest_plus": "AdaFEST+",
+    "adafest+": "AdaFEST+", "exponential": "exponential selection", "target_epsilon": "epsilon", "noise_ratio": "noise ratio",
+}  # fmt: skip
 
 
 def write_plots(summary: Mapping[str, Any], folder: Path) -> list[str]:
@@ -46,9 +51,14 @@ def _variants(summary: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _title(at: Mapping[str, Any]) -> str:
-    short = {key.rpartition(".")[2]: value for key, value in at["point"].items()}
+    short = {_plain(key.rpartition(".")[2]): value for key, value in at["point"].items()}
     note = f"\n({TABLES_DO_NOT_MATTER})" if at["tables_matter"] is False else ""
     return describe_settings(short) + note
+
+
+def _plain(name: str) -> str:
+    """A variant's or a setting's name in plain words; one that somebody else gave stays."""
+    return _NAMES.get(name, name)
 
 
 def _panels(summary: Mapping[str, Any]) -> tuple[Figure, Sequence[Axes]]:
@@ -73,10 +83,10 @@ def front_plot(summary: Mapping[str, Any]) -> Figure | None:
             panel.errorbar(
                 *_coordinates(variant["front"]),
                 yerr=[entry["metric"]["test"]["error"] or 0.0 for entry in variant["front"]],
-                marker="o", markersize=5, color=color, linewidth=1.2, capsize=2, label=name,
+                marker="o", markersize=5, color=color, linewidth=1.2, capsize=2, label=_plain(name),
             )  # fmt: skip
         lines = {CONTROL_NAMES[name]: (entry, _LINES[name]) for name, entry in at["controls"].items()}
-        lines[f"{summary['reference']} (reference)"] = (at["reference"], "-")
+        lines[f"{_plain(summary['reference'])} (reference)"] = (at["reference"], "-")
         low, high = _range(summary)
         for label, (entry, style) in lines.items():
             if entry is not None and low <= entry["metric"]["test"]["mean"] <= high:  # others are written at the edge
@@ -146,7 +156,7 @@ def best_plot(summary: Mapping[str, Any]) -> Figure | None:
             highest = max([highest, *(choice["reduction"] for choice in choices if choice is not None)])
             places = at_loss - 0.4 + width * (i + 0.5)
             heights = [np.nan if choice is None else choice["reduction"] for choice in choices]
-            panel.bar(places, heights, width * 0.92, color=color, label=name)
+            panel.bar(places, heights, width * 0.92, color=color, label=_plain(name))
             for place, choice in zip(places, choices):
                 text = "none" if choice is None else f"{choice['reduction']:,.3g}x"
                 height = 1.0 if choice is None else max(1.0, choice["reduction"])
@@ -186,12 +196,12 @@ def heat_plot(summary: Mapping[str, Any]) -> Figure | None:
         _heat(right, size, lambda value: short(value, 3), "viridis", LogNorm() if np.nanmin(size) > 0 else None)
         titles = (f"{metric}, test half", "gradient size (coordinates a step)")
         for panel, title in zip((left, right), titles):
-            where = ", ".join(filter(None, (name, _title(at).partition("\n")[0])))
+            where = ", ".join(filter(None, (_plain(name), _title(at).partition("\n")[0])))
             panel.set_title("\n".join([*wrap(where, _TITLE_WIDTH), title]), fontsize=9)
             panel.set_yticks(range(len(down)), [f"{value:g}" for value in down])
             panel.set_xticks(range(len(across)), [f"{value:g}" for value in across])
-            panel.set_ylabel(first.rpartition(".")[2])
-            panel.set_xlabel(second.rpartition(".")[2])
+            panel.set_ylabel(_plain(first.rpartition(".")[2]))
+            panel.set_xlabel(_plain(second.rpartition(".")[2]))
     return figure
 
 
@@ -236,4 +246,7 @@ def _heat(panel: Axes, values: np.ndarray, written: Callable[[float], str], colo
             light = 0.3 * red + 0.6 * green + 0.1 * blue > 0.5
             panel.text(x, y, written(value), ha="center", va="center", fontsize=8, color="k" if light else "w")
     assert panel.figure is not None
-    panel.figure.colorbar(image, ax=panel, label="darker is better", format=lambda value, _: short(value))
+    bar = panel.figure.colorbar(image, ax=panel, label="darker is better", format=lambda value, _: short(value))
+    if norm is not None:
+        bar.set_ticks(LogLocator(subs=(1, 2, 5)))
+        bar.minorticks_off()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import zlib
+from collections.abc import Sequence
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ Only the first rows are looked at. They are private: that is why the configurati
 a run that uses it says so, too. No value is written into it but what tells labels that mean 1 from others, and names of classes.
 """
 _NAMED: tuple[Kind, ...] = ("user", "item", "time")
+_BEGINNING = 1 << 20  # bytes of a file by which its rows are estimated
 _COUNT_OF_USERS = 20  # with fewer in the first rows, a user is too large a unit for a first run
 
 
@@ -70,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     target: Path = args.to or Path(f"{_stem(args.file)}.yaml")
     _require_new(target)
     sample = read_sample(path)
+    sample.rows_in_all = _rows_in_all(sample, path, sources)
     if args.sequence:
         guesses = list(guess_actions(sample, named).values())
         text = _sequence_config(args.file, guesses, sample, path)
@@ -131,9 +136,7 @@ def _table_config(file: str, guesses: list[Guess], sample: Sample) -> str:
     label = next(guess for guess in guesses if guess.kind == "label")
     user = next((guess for guess in guesses if guess.kind == "user"), None)
     time = next((guess for guess in guesses if guess.kind == "time"), None)
-    units = len(sample.rows)
-    if user is not None:
-        units = len(set(map(str, sample.column(sample.names.index(user.name)))))
+    units = _units(sample, None if user is None else user.name)
     by_user = user is not None and units >= _COUNT_OF_USERS
     lines = [
         f"# Written by `sparsedp init`, which guessed what the columns of {Path(file).name} are. Change what is wrong, then:",
@@ -186,9 +189,7 @@ def _text_config(file: str, guesses: list[Guess], sample: Sample) -> str:
     label = next(guess for guess in guesses if guess.kind == "label")
     user = next((guess for guess in guesses if guess.kind == "user"), None)
     texts = [guess.name for guess in guesses if guess.kind == "text"]
-    units = len(sample.rows)
-    if user is not None:
-        units = len(set(map(str, sample.column(sample.names.index(user.name)))))
+    units = _units(sample, None if user is None else user.name)
     by_user = user is not None and units >= _COUNT_OF_USERS
     lines = [
         f"# Written by `sparsedp init --text`, which guessed what columns {Path(file).name} has. Change what is wrong, then:",
@@ -237,7 +238,7 @@ def _sequence_config(file: str, guesses: list[Guess], sample: Sample, path: Path
             f"{path}: there is no header, which has to name the columns. Formats without one: data.format"
         )
     by_kind = {guess.kind: guess.name for guess in guesses}
-    users = len(set(map(str, sample.column(sample.names.index(by_kind["user"])))))
+    users = _units(sample, by_kind["user"])
     lines = [
         f"# Written by `sparsedp init --sequence`, which guessed what columns {Path(file).name} has. Change what is wrong:",
         "#   sparsedp train THIS_FILE",
@@ -274,9 +275,39 @@ def _sequence_config(file: str, guesses: list[Guess], sample: Sample, path: Path
     return "\n".join(lines) + "\n"
 
 
+def _rows_in_all(sample: Sample, path: Path, sources: Sequence[Path]) -> int:
+    """About how many rows the files have: the lines in a byte of the first file's beginning, times the bytes of all.
+
+    Of formats without lines, as many as were looked at.
+    """
+    if sample.complete and len(sources) == 1:
+        return len(sample.rows)
+    with open(path, "rb") as file:
+        start = file.read(_BEGINNING)
+    try:
+        text = zlib.decompressobj(wbits=31).decompress(start) if start.startswith(b"\x1f\x8b") else start
+        text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        if error.end < len(text) - 4:  # not the last letter, which was cut
+            return len(sample.rows)
+    except zlib.error:
+        return len(sample.rows)
+    return max(len(sample.rows), text.count(b"\n") * sum(source.stat().st_size for source in sources) // len(start))
+
+
+def _units(sample: Sample, user: str | None) -> int:
+    """About how many rows there are, or users: those that were looked at, unless each user's rows lie together."""
+    if user is None:
+        return sample.rows_in_all
+    ids = [str(value) for value in sample.column(sample.names.index(user))]
+    users = len(set(ids))
+    together = 1 + sum(one != other for one, other in pairwise(ids)) == users < len(ids)
+    return users * sample.rows_in_all // len(sample.rows) if together else users
+
+
 def _training(units: int, epochs: int) -> list[str]:
     """The batch is one of few sizes, so that it tells little about how many units there are."""
-    batch = next((size for size in (1024, 256, 64) if units >= 10 * size), 16)
+    batch = next((size for size in (8192, 1024, 256, 64) if units >= 10 * size), 16)
     return [
         "training:",
         f"  epochs: {epochs}",
