@@ -176,7 +176,7 @@ def test_the_page_names_the_stages_that_take_longer() -> None:
     text = page({**result(), "rows": [plain, row("adafest", 0.12, 1.05e6), slow, row("eana", 0.2, 1e6)]}, [])
     assert (
         "1 id(s) a feature: exponential, EANA. exponential, 3 times TorchRec's 100 ms: selection +80.0 ms, forward +60.0 ms, "
-        "between the stages (agreement of the ranks, ledger, report) +51.0 ms." in text
+        "the rest of the step +51.0 ms." in text
     )  # backward and sums together take 8 ms more, and noise 1 ms, of 200
     assert "More than 1.1 times as much is sent by exponential (light model, by tables" in text
     text = page({**result(), "rows": [plain, row("adafest", 0.12, 1.05e6)]}, [])

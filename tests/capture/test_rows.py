@@ -265,3 +265,12 @@ def test_norms_are_not_those_of_a_tensor_that_had_the_same_memory() -> None:
         x = torch.full((64, 8), float(size))  # the allocator likes to give memory that was just freed
         assert torch.equal(known.squared(x), torch.full((64,), 8.0 * size**2, dtype=torch.float64))
         del x
+
+
+@pytest.mark.parametrize("largest", [1, 50, 1 << 60])  # beyond what is sorted together with its positions, too
+def test_distinct_keys_have_the_places_that_torch_gives_them(largest: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    for count in (0, 1, 300):
+        keys = torch.randint(0, largest, (count,), generator=draw)
+        for mine, torchs in zip(loops.distinct_with_places(keys), torch.unique(keys, return_inverse=True), strict=True):
+            assert torch.equal(mine, torchs)

@@ -18,7 +18,7 @@ from sparsedp.cli.arguments import positive_count, positive_number
 from sparsedp.cli.progress import Lines
 
 COMPARED = tuple(name for name in VARIANTS if name != "plain")  # which is always measured
-FULL: dict[str, Any] = {"gigabytes": 0.25, "batch": 2048, "repeats": 12, "ids": (1,), "large": None}
+FULL: dict[str, Any] = {"gigabytes": 0.25, "batch": 2048, "repeats": 10, "ids": (1,), "large": None}
 QUICK: dict[str, Any] = {"gigabytes": 0.01, "batch": 128, "repeats": 2, "ids": (1,), "large": 0.05}
 _MODELS, _SHARDINGS = ("dlrm", "light"), ("table_wise", "row_wise")
 

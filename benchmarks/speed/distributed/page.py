@@ -57,7 +57,7 @@ _PARTS = {
     "selection": (("selection",), ()),
     "noise": (("noise",), ()),
 }  # fmt: skip
-_BETWEEN = "between the stages (agreement of the ranks, ledger, report)"
+_BETWEEN = "the rest of the step"
 
 
 def _why(rows: Rows) -> str:
@@ -71,8 +71,12 @@ def _why(rows: Rows) -> str:
     ]
     pieces = [f"No private step takes more than {_TIME} times as long."]
     if lines:
-        head = f"Private steps that take more than {_TIME} times as long, and where the slowest of each has its time beyond "
-        pieces = [f"{head}TorchRec's, by best times:", "\n".join(lines)]
+        head = (
+            f"Private steps that take more than {_TIME} times as long, and where the slowest of each has its time beyond "
+            "TorchRec's. The rest of a step is agreement of the ranks, ledger and report, and that steps and stages were best at "
+            "different times:"
+        )
+        pieces = [head, "\n".join(lines)]
     pieces.append(f"More than {_BYTES} times as much is sent by {', '.join(sent) or 'none'}.")
     return "\n\n".join(pieces)
 
