@@ -47,9 +47,12 @@ def test_another_number_of_ranks_goes_on_alike(tmp_path: Path, mechanism: str, s
     assert launch(1, "resume", mechanism, "none", 17, two, three, **settings)[0].value
     last = [ended.value for ended in launch(2, "resume", mechanism, "column_wise", 20, three, None, **settings)]
     expected, reached = whole([reference.value]), whole(last)
+    # Sums that are added up in another order may be released as the next point of the noise's grid, 2^-10 of its deviation
+    # away. Adam makes that as large a part of its rate, 0.01, or some times as much.
+    close = 0.01 * 2**-8 if settings.get("optimizer") == "adagrad and adam" else 1e-6
     assert expected.keys() == reached.keys()
     for name in expected:
-        assert (expected[name] - reached[name]).abs().max() <= 1e-6, name
+        assert (expected[name] - reached[name]).abs().max() <= close, name
     for result in last:
         assert result["ledger"]["entries"] == reference.value["ledger"]["entries"]
         assert result["epsilon"] == reference.value["epsilon"]
