@@ -123,9 +123,11 @@ def _pieces(name: str, run: Together) -> Iterator[Tensor | None]:
     parts = run.placement[name]
     rows, dim = _shape_of(parts)
     size = max(1, _PIECE // (dim * mine.element_size()))
+    # The same memory for all pieces: what is allocated in between would keep freed ones from being used again.
+    pieces, arriving = (mine.new_empty(min(size, rows), dim) if run.rank == 0 else None for _ in range(2))
     for begin in range(0, rows, size):
         end = min(begin + size, rows)
-        whole = mine.new_empty(end - begin, dim) if run.rank == 0 else None
+        whole = None if pieces is None else pieces[: end - begin]
         run.long_work.meet()  # rank 0 may have been writing the piece before for long
         for part in parts:
             first, last = max(begin, part.shard.rows.start), min(end, part.shard.rows.stop)
@@ -137,8 +139,9 @@ def _pieces(name: str, run: Together) -> Iterator[Tensor | None]:
                 if whole is None:
                     with run.watched():
                         dist.send(local, dst=0, group=run.group)
-            elif whole is not None:
-                local = mine.new_empty(last - first, len(part.shard.columns))
+            elif arriving is not None:
+                columns = len(part.shard.columns)
+                local = arriving.view(-1)[: (last - first) * columns].view(last - first, columns)
                 with run.watched():
                     dist.recv(local, src=part.rank, group=run.group)
             if whole is not None:
