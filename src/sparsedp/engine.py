@@ -605,8 +605,7 @@ class PrivacyEngine:
             if self._run is None:
                 torch.save(module.state_dict(), target)
             else:
-                ranks: Any = optimizer.private_step.ranks
-                write_state_dict(target, module, self._run, ranks.watched)
+                write_state_dict(target, module, self._run)
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> dict[str, Any]:
         """Continues a run with the same plan; returns the caller's `extra`. If anything is wrong, nothing changes.

@@ -39,6 +39,7 @@ from torchrec.distributed.shard import shard
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan
 
 import sparsedp
+from sparsedp import checkpoint
 from sparsedp.distributed import ranks
 
 # ---------------------------------------------------------------------- neighbouring data sets
@@ -412,11 +413,17 @@ def checkpoints(folder: str) -> dict[str, Any]:
     if rank == 0:
         (path / "file").touch()
     result["a file"] = _said(lambda: engine.save_checkpoint(path / "file"))
+    with _replaced(checkpoint, "save", _disk_is_full if rank == 0 else checkpoint.save):
+        result["a full disk"] = _said(lambda: engine.save_checkpoint(path / "d"))
     if rank == 1:
         engine.ledger.record(engine.plan.step_event(None))
     result["another ledger"] = _said(lambda: engine.save_checkpoint(path / "c"))
     result["written"] = os.path.exists(path / "c")
     return result
+
+
+def _disk_is_full(*args: Any, **kwargs: Any) -> None:
+    raise RuntimeError("PytorchStreamWriter failed writing file")  # as torch says it
 
 
 class _OtherParts(nn.Module):

@@ -94,6 +94,8 @@ def test_checkpoints_are_of_one_run(tmp_path: Path) -> None:
         assert "There is no checkpoint at" in said["missing on one"]
         assert said["steps then"] == 0 and said["steps after"] == 4
         assert "is a file" in said["a file"] and ("On rank 0" in said["a file"]) == (rank == 1)
+        assert "RuntimeError: PytorchStreamWriter failed" in said["a full disk"]  # and no rank is said to be lost
+        assert said["a full disk"].startswith("RuntimeError" if rank == 0 else "SparseDPError: On rank 0")
         assert "differs from rank 0 in its number of steps" in said["another ledger"] and not said["written"]
 
 

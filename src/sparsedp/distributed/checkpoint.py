@@ -14,6 +14,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,8 +177,7 @@ def save(
     path: Any, state: State, key: bytes | None, run: Together, module: nn.Module, optimizer: PrivateOptimizer
 ) -> None:
     """Writes the checkpoint at `path`, a folder, on all ranks together."""
-    ranks: Any = optimizer.private_step.ranks
-    with ranks.watched(), run.failing_together():
+    with run.failing_together():
         _save(Path(path), state, key, run, module, optimizer)
 
 
@@ -203,7 +203,9 @@ def _save(
     numbers = run.merged(held.optimizer_numbers())
     parts = dict(held.model()) | dict(held.optimizer_parts(layouts))
     writer = Writer(folder, run.long_work.meet)
-    save_state_dict(_for_torch(parts, run), storage_writer=writer, process_group=run.group)
+    run.long_work.meet()  # optimizer state may have been made
+    with run.watched():
+        save_state_dict(_for_torch(parts, run), storage_writer=writer, process_group=run.group)
     writer.write_metadata()
     digests = run.merged({name: {"digest": _digest(folder / name, key)} for name in _files_of(folder, run.rank)})
     if run.rank == 0:
@@ -302,7 +304,10 @@ def restore(
                 group = None if run is None else run.group
                 folder = Path(path) / state.lineage.last[0]
                 reader = Reader(folder, (lambda: None) if run is None else run.long_work.meet)
-                load_state_dict(_for_torch(parts, run), storage_reader=reader, process_group=group, no_dist=run is None)
+                with nullcontext() if run is None else run.watched():
+                    load_state_dict(
+                        _for_torch(parts, run), storage_reader=reader, process_group=group, no_dist=run is None
+                    )
             except RankLostError:
                 raise
             except Exception as error:

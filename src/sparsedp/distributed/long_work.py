@@ -27,6 +27,7 @@ class LongWork:
         self._rank, self._count, self._timeout = rank, count, timeout.total_seconds()
         self._depth = 0  # of pieces within pieces
         self._pieces = self._points = 0  # that were begun, and in the present piece those at which ranks waited
+        self._has_store = True
         self._failure: SparseDPError | None = None  # of the present piece, on another rank
 
     @contextmanager
@@ -59,7 +60,7 @@ class LongWork:
 
     def meet(self) -> None:
         """Within a piece, waits until all ranks have come to the same point of it; otherwise does nothing."""
-        if self._depth == 0:
+        if self._depth == 0 or not self._has_store:
             return
         if self._failure is not None:
             raise self._failure
@@ -67,8 +68,10 @@ class LongWork:
         point = f"{self._name}/{self._points}"
         try:
             self._failure = self._wait_at(point)
-        except RuntimeError:  # the store is rank 0's, or of whoever launched all of them
-            self._failure = lost_ranks([0] if self._rank else [], self._count)
+        except RuntimeError:
+            # The store went with rank 0, or with whoever launched all: ranks wait in the messages that follow, and no longer than
+            # these do. What was trained can be saved yet.
+            self._has_store = False
         if self._failure is not None:
             raise self._failure
 

@@ -66,7 +66,8 @@ def refuse_means_over_columns(
 
 
 def _is_fused(optimizer: Any) -> bool:
-    return "torchrec" in sys.modules and isinstance(optimizer, sys.modules["torchrec"].optim.fused.FusedOptimizer)
+    fused = sys.modules.get("torchrec.optim.fused")
+    return fused is not None and isinstance(optimizer, fused.FusedOptimizer)
 
 
 def _instead_of(optimizer: Any) -> list[str]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hmac
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -32,7 +32,7 @@ from sparsedp.distributed.placement import PlacedShard, Placement
 from sparsedp.distributed.ranks import ProcessRanks
 from sparsedp.distributed.requirements import require_torchrec
 from sparsedp.distributed.torchrec_optimizers import refuse_means_over_columns
-from sparsedp.errors import SparseDPError, UnsupportedError
+from sparsedp.errors import RankLostError, SparseDPError, UnsupportedError
 from sparsedp.fingerprint import fingerprint
 from sparsedp.noise import RandomKey
 from sparsedp.plan import PrivacyPlan
@@ -69,6 +69,7 @@ class Together:
     # Of their tables; () for those that every rank has as a whole.
     placement: dict[str, tuple[PlacedShard, ...]] = field(default_factory=dict)
     told: bool = False  # whether ranks were told of an error
+    watched: Callable[[], AbstractContextManager[None]] = nullcontext  # around messages: names the ranks that are lost
     # Where images stand: the module, the attribute, and the sharded collection that was there.
     places: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     # Of their tables: this rank's shards, for the optimizer.
@@ -87,7 +88,9 @@ class Together:
         for name in everywhere:
             whole = Shard(range(tables[name].rows), range(tables[name].dim))
             placed[name] = tuple(PlacedShard(rank, whole) for rank in range(self.count))
-        return ProcessRanks(self.group, Placement(self.count, placed, everywhere), tables, dtype)
+        ranks = ProcessRanks(self.group, Placement(self.count, placed, everywhere), tables, dtype)
+        self.watched = ranks.watched
+        return ranks
 
     def settle_before_reads(self, owner: Owner, ranks: ProcessRanks, tables: Mapping[str, TableSpec]) -> None:
         """From now on, owners settle rows before a sharded collection reads them, and all before its weights leave it."""
@@ -139,6 +142,8 @@ class Together:
         self.told = False
         try:
             yield
+        except RankLostError:  # nobody can be told
+            raise
         except Exception as error:
             self.tell(error)
             raise
@@ -147,7 +152,8 @@ class Together:
     def _gather(self, failure: str | None, value: Any) -> list[Any]:
         every: list[Any] = [None] * self.count
         self.long_work.meet()
-        dist.all_gather_object(every, (failure, value), group=self.group)
+        with self.watched():
+            dist.all_gather_object(every, (failure, value), group=self.group)
         failed = [(rank, text) for rank, (text, _) in enumerate(every) if text is not None]
         self.told = bool(failed)
         if failed and failure is None:

@@ -13,7 +13,7 @@ import struct
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
@@ -27,8 +27,6 @@ from sparsedp._torch import rebuild_tensor, storage_type, without_subclasses
 if TYPE_CHECKING:
     from sparsedp.distributed.placement import PlacedShard
     from sparsedp.distributed.training import Together
-
-Watched = Callable[[], AbstractContextManager[Any]]
 
 _PIECE = 1 << 24  # bytes of a table that rank 0 has at a time
 _ALIGNMENT = 64  # of tensors in the file, as torch.save has them
@@ -63,10 +61,8 @@ class _Pickler(pickle.Pickler):
         return None
 
 
-def write_state_dict(
-    target: str | os.PathLike[str] | IO[bytes], module: nn.Module, run: Together, watched: Watched
-) -> None:
-    """Writes the file on rank 0; all ranks call it, with all noise settled. `watched` is entered around messages."""
+def write_state_dict(target: str | os.PathLike[str] | IO[bytes], module: nn.Module, run: Together) -> None:
+    """Writes the file on rank 0; all ranks call it, with all noise settled."""
     state = module.state_dict()
     other_names: dict[int, str] = {}  # the first name of each parameter, by its id
     first = {name: other_names.setdefault(id(p), name) for name, p in module.named_parameters(remove_duplicate=False)}
@@ -86,7 +82,7 @@ def write_state_dict(
             archive.writestr(f"{_NAME}/byteorder", sys.byteorder)
         for name, storage in storages.items():
             with nullcontext() if archive is None else _entry(archive, f"{_NAME}/data/{storage.number}") as file:
-                for piece in _pieces(name, run, watched) if run.placement.get(name) else _whole(state[name]):
+                for piece in _pieces(name, run) if run.placement.get(name) else _whole(state[name]):
                     if file is not None and piece is not None:
                         file.write(piece.reshape(-1).view(torch.uint8).numpy().data)
         if archive is not None:
@@ -120,16 +116,18 @@ def _whole(tensor: Tensor) -> Iterator[Tensor]:
 
 
 @torch.no_grad()
-def _pieces(name: str, run: Together, watched: Watched) -> Iterator[Tensor | None]:
+def _pieces(name: str, run: Together) -> Iterator[Tensor | None]:
     """On rank 0 the rows of a table, some at a time; on the others nothing, while they send theirs."""
     with without_subclasses():
         mine = run.held[name].detach().as_subclass(Tensor)
     parts = run.placement[name]
     rows, dim = _shape_of(parts)
     size = max(1, _PIECE // (dim * mine.element_size()))
+    # The same memory for all pieces: what is allocated in between would keep freed ones from being used again.
+    pieces, arriving = (mine.new_empty(min(size, rows), dim) if run.rank == 0 else None for _ in range(2))
     for begin in range(0, rows, size):
         end = min(begin + size, rows)
-        whole = mine.new_empty(end - begin, dim) if run.rank == 0 else None
+        whole = None if pieces is None else pieces[: end - begin]
         run.long_work.meet()  # rank 0 may have been writing the piece before for long
         for part in parts:
             first, last = max(begin, part.shard.rows.start), min(end, part.shard.rows.stop)
@@ -139,11 +137,12 @@ def _pieces(name: str, run: Together, watched: Watched) -> Iterator[Tensor | Non
             if part.rank == run.rank:
                 local = mine[first - offset : last - offset].contiguous()
                 if whole is None:
-                    with watched():
+                    with run.watched():
                         dist.send(local, dst=0, group=run.group)
-            elif whole is not None:
-                local = mine.new_empty(last - first, len(part.shard.columns))
-                with watched():
+            elif arriving is not None:
+                columns = len(part.shard.columns)
+                local = arriving.view(-1)[: (last - first) * columns].view(last - first, columns)
+                with run.watched():
                     dist.recv(local, src=part.rank, group=run.group)
             if whole is not None:
                 whole[first - begin : last - begin, part.shard.columns.start : part.shard.columns.stop] = local
