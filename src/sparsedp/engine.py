@@ -303,9 +303,11 @@ class PrivacyEngine:
     ) -> PrivacyPlan:
         """The plan with a number for AdaFEST's threshold="auto", if it may be found from the data or from public counts."""
         look = plan.mechanism.looks_at
+        trained = {name: table for name, table in tables.items() if dict(module.named_parameters())[name].requires_grad}
+        if look is None:
+            self._judge_by_public_counts(plan, module, trained)
         if look is None or look == "release":
             return plan
-        trained = {name: table for name, table in tables.items() if dict(module.named_parameters())[name].requires_grad}
         if isinstance(look, PublicCounts):
             return self._found(plan, statistics_from_counts(plan, trained, look.counts, look.units))
         self._refuse_to_look()
@@ -315,6 +317,15 @@ class PrivacyEngine:
         finally:
             capture.detach()
         return self._found(plan, statistics)
+
+    def _judge_by_public_counts(self, plan: PrivacyPlan, module: nn.Module, trained: Mapping[str, TableSpec]) -> None:
+        """Warns where settings will keep little, if counts are given. Without, the data alone would tell, and looking costs."""
+        public = plan.mechanism.public_counts
+        if public is None or not set(trained) <= set(public.counts) or fallback_tables(module):
+            return
+        counts = {name: public.counts[name] for name in trained}
+        statistics = statistics_from_counts(plan, trained, counts, public.units)
+        concerns.warn(concerns.of_prediction(plan, predict(plan, statistics), statistics), stacklevel=6)
 
     def _found(self, plan: PrivacyPlan, statistics: TouchStatistics) -> PrivacyPlan:
         plan = find_auto_threshold(plan, statistics)

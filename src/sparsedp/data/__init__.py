@@ -6,7 +6,7 @@ from sparsedp.data.codes import Form
 from sparsedp.data.generated import GeneratedClickLog, generated_click_log, write_click_log
 from sparsedp.data.generatedsequences import GeneratedSequences, generated_sequences
 from sparsedp.data.generatedtimelines import GeneratedTimelines, generated_timelines
-from sparsedp.data.metrics import auc, brier_score, calibration_error, calibration_ratio, log_loss
+from sparsedp.data.metrics import auc, brier_score, calibration_error, calibration_ratio, class_scores, log_loss
 from sparsedp.data.ranking import Ranking, popularity_scorer, rank_held_out, ranks
 from sparsedp.data.sequencefiles import Actions, read_action_columns, read_actions
 from sparsedp.data.sequences import (
@@ -84,6 +84,7 @@ __all__ = [
     "brier_score",
     "calibration_error",
     "calibration_ratio",
+    "class_scores",
     "generated_click_log",
     "generated_sequences",
     "generated_timelines",
