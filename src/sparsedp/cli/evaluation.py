@@ -38,8 +38,9 @@ class EvaluationError(SparseDPError):
 def evaluate(
     config: Config, model: nn.Module, loss: Loss, data: Data, progress: ExamplesDone = lambda count: None
 ) -> dict[str, Any]:
-    """AUC, log loss and calibration for binary cross-entropy; accuracy, precision and recall for classes; NDCG, HIT and MRR for held-out items of
-    sequences, else the mean loss, with the mean squared error where outputs and targets are numbers of one shape.
+    """AUC, log loss and calibration for binary cross-entropy; accuracy, precision and recall for classes; NDCG, HIT and MRR for
+    held-out items of sequences; else the mean loss, with the mean squared error where outputs and targets are numbers of one
+    shape.
 
     Empty if nothing is held out. If the held-out data have periods, "periods" has the same for each of them.
     """

@@ -17,7 +17,7 @@ from sparsedp.data.sequences import (
     make_sequences,
     open_sequences,
 )
-from sparsedp.data.table import Bag, Table, TableBatch, TableDataset, open_table
+from sparsedp.data.table import Bag, Table, TableBatch, TableDataset, encode_rows, open_table
 from sparsedp.data.tablecache import MalformedLine, ReadSummary
 from sparsedp.data.tablecolumns import MISSING_INTEGER
 from sparsedp.data.tableschema import (
@@ -85,6 +85,7 @@ __all__ = [
     "calibration_error",
     "calibration_ratio",
     "class_scores",
+    "encode_rows",
     "generated_click_log",
     "generated_sequences",
     "generated_timelines",

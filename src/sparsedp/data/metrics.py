@@ -60,7 +60,7 @@ def calibration_error(labels: ArrayLike, logits: ArrayLike, bins: int = 15) -> f
 
 
 def class_scores(confusion: ArrayLike) -> dict[str, float]:
-    """Of counts [label, prediction]: the share that is right, and precision and recall, each the mean over the classes that occur.
+    """Of counts [label, prediction]: the share that is right, and precision and recall, each a mean over the classes that occur.
 
     A class that is never predicted has precision 0, and one that no label names recall 0. All NaN if there is nothing.
     """
