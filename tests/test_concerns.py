@@ -187,7 +187,8 @@ class TestPublicCountsAreGiven:
             "'items.weight' less than 5% is in the selection",
         )
         one(run(sparsedp.FEST(k=4, counts=self.COUNTS), items=500)[0], "Raise k, or take another mechanism")
-        assert run(sparsedp.FEST(k=510, counts=self.COUNTS), items=500)[0] == []
+        tensors = {name: torch.from_numpy(counts) for name, counts in self.COUNTS.items()}
+        assert run(sparsedp.FEST(k=510, counts=tensors), items=500)[0] == []
         popular = {"users.weight": np.full(10, 1.0), "items.weight": np.eye(1, 500)[0]}  # shares
         one(run(sparsedp.FEST(k=400, counts=popular), items=500)[0], "nothing speaks for them. Lower k.")
 

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import secrets
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -26,7 +27,7 @@ from sparsedp.check import CheckReport
 from sparsedp.distributed import checkpoint as checkpoint_of_several
 from sparsedp.distributed.training import Together, together, unwrapped
 from sparsedp.distributed.whole_file import write_state_dict
-from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
+from sparsedp.errors import CheckpointError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.fallback import fallback_tables
 from sparsedp.fused import replace_fused, restore_fused
 from sparsedp.kernels.threads import let_waiting_threads_sleep
@@ -324,7 +325,14 @@ class PrivacyEngine:
         if public is None or not set(trained) <= set(public.counts) or fallback_tables(module):
             return
         counts = {name: public.counts[name] for name in trained}
-        statistics = statistics_from_counts(plan, trained, counts, public.units)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SparseDPWarning)  # of the choice, which is made again when it counts
+                statistics = statistics_from_counts(plan, trained, counts, public.units)
+        except ValueError:
+            if plan.mechanism.prepares:  # which refuses its counts in its own words
+                return
+            raise
         concerns.warn(concerns.of_prediction(plan, predict(plan, statistics), statistics), stacklevel=6)
 
     def _found(self, plan: PrivacyPlan, statistics: TouchStatistics) -> PrivacyPlan:

@@ -106,9 +106,8 @@ class FEST(Mechanism):
         """Of how many units they are is not known; what share of touches is kept does not depend on it."""
         if self.counts is None:
             return None
-        return PublicCounts(
-            self.counts, max((float(np.max(c, initial=0)) for c in self.counts.values()), default=0) or 1
-        )
+        largest = max((float(np.max(np.asarray(counts), initial=0)) for counts in self.counts.values()), default=0.0)
+        return PublicCounts(self.counts, largest or 1.0)
 
     def setup_event(self) -> dp_accounting.DpEvent | None:
         if self.counts is not None:
