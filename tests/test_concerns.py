@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -161,3 +161,37 @@ def test_watching_changes_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     unwatched = run(AdaFEST(threshold=2.0), items=300, steps=25)[1]
     pairs = zip(watched._module.parameters(), unwatched._module.parameters())  # type: ignore[union-attr]
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+class TestPublicCountsAreGiven:
+    """A number of the user's own is judged in make_private, before anything is spent."""
+
+    COUNTS: ClassVar = {"users.weight": np.full(10, 100.0), "items.weight": np.full(500, 2.0)}  # of 1000 units
+    PUBLIC = sparsedp.PublicCounts(COUNTS, 1000)
+
+    def test_a_fixed_threshold(self) -> None:
+        one(run(AdaFEST(threshold=50.0, look_at=self.PUBLIC), items=500)[0], "the tables will learn little")
+        assert run(AdaFEST(threshold=50.0), items=500)[0] == [], "nothing was said of what may be looked at"
+        few = sparsedp.PublicCounts({**self.COUNTS, "items.weight": np.full(10, 100.0)}, 1000)
+        engine = run(AdaFEST(threshold=1.0, noise_ratio=1.0, look_at=few))
+        assert engine[0] == [] and engine[1].plan.mechanism.tau == 1.0
+
+    def test_it_changes_neither_the_plan_nor_the_promise(self) -> None:
+        judged, other = (run(AdaFEST(threshold=50.0, look_at=look), items=500)[1] for look in (self.PUBLIC, None))
+        assert judged.plan.to_dict() == other.plan.to_dict()
+        assert judged.statement(1e-5).to_dict() == other.statement(1e-5).to_dict()
+
+    def test_the_k_of_fest(self) -> None:
+        one(
+            run(sparsedp.FEST(k=12, counts=self.COUNTS), items=500)[0],
+            "'items.weight' less than 5% is in the selection",
+        )
+        one(run(sparsedp.FEST(k=4, counts=self.COUNTS), items=500)[0], "Raise k, or take another mechanism")
+        tensors = {name: torch.from_numpy(counts) for name, counts in self.COUNTS.items()}
+        assert run(sparsedp.FEST(k=510, counts=tensors), items=500)[0] == []
+        popular = {"users.weight": np.full(10, 1.0), "items.weight": np.eye(1, 500)[0]}  # shares
+        one(run(sparsedp.FEST(k=400, counts=popular), items=500)[0], "nothing speaks for them. Lower k.")
+
+    def test_what_only_the_data_could_tell_is_not_asked(self) -> None:
+        with pytest.raises(ValueError, match="look_at is for threshold"):
+            AdaFEST(threshold=50.0, look_at="data")

@@ -65,9 +65,12 @@ def of_prediction(plan: PrivacyPlan, prediction: Prediction, statistics: TouchSt
     if mechanism.threshold_setting is not None and prediction.rows_false > MOSTLY * prediction.rows_selected > 0:
         concerns.append(mostly_noise(prediction.rows_false, prediction.rows_selected, mechanism.name))
     if mechanism.prepares and (chosen_by_noise := _chosen_by_noise(statistics)) > MOSTLY:
+        why = "they are chosen by noise. Lower k, or give the choice a larger epsilon."
+        if mechanism.public_counts is not None:
+            why = "nothing speaks for them. Lower k."
         concerns.append(
             f"No unit that was counted touches {chosen_by_noise:.0%} of the rows that {mechanism.name} chooses before training: "
-            "they are chosen by noise. Lower k, or give the choice a larger epsilon."
+            + why
         )
     if mechanism.selects and prediction.kept_touches < LITTLE:
         concerns.append(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -25,7 +26,7 @@ from sparsedp.distributed import checkpoint as checkpoint_of_several
 from sparsedp.distributed.torchrec_optimizers import refuse_optimizers_of_torchrec
 from sparsedp.distributed.training import Together, together, unwrapped
 from sparsedp.distributed.whole_file import write_state_dict
-from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
+from sparsedp.errors import CheckpointError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.fallback import fallback_tables
 from sparsedp.fused import replace_fused, restore_fused
 from sparsedp.kernels.threads import let_waiting_threads_sleep
@@ -299,9 +300,11 @@ class PrivacyEngine:
     ) -> PrivacyPlan:
         """The plan with a number for AdaFEST's threshold="auto", if it may be found from the data or from public counts."""
         look = plan.mechanism.looks_at
+        trained = {name: table for name, table in tables.items() if dict(module.named_parameters())[name].requires_grad}
+        if look is None:
+            self._judge_by_public_counts(plan, module, trained)
         if look is None or look == "release":
             return plan
-        trained = {name: table for name, table in tables.items() if dict(module.named_parameters())[name].requires_grad}
         if isinstance(look, PublicCounts):
             return self._found(plan, statistics_from_counts(plan, trained, look.counts, look.units))
         self._refuse_to_look()
@@ -311,6 +314,22 @@ class PrivacyEngine:
         finally:
             capture.detach()
         return self._found(plan, statistics)
+
+    def _judge_by_public_counts(self, plan: PrivacyPlan, module: nn.Module, trained: Mapping[str, TableSpec]) -> None:
+        """Warns where settings will keep little, if counts are given. Without, the data alone would tell, and looking costs."""
+        public = plan.mechanism.public_counts
+        if public is None or not set(trained) <= set(public.counts) or fallback_tables(module):
+            return
+        counts = {name: public.counts[name] for name in trained}
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", SparseDPWarning)  # of the choice, which is made again when it counts
+                statistics = statistics_from_counts(plan, trained, counts, public.units)
+        except ValueError:
+            if plan.mechanism.prepares:  # which refuses its counts in its own words
+                return
+            raise
+        concerns.warn(concerns.of_prediction(plan, predict(plan, statistics), statistics), stacklevel=6)
 
     def _found(self, plan: PrivacyPlan, statistics: TouchStatistics) -> PrivacyPlan:
         plan = find_auto_threshold(plan, statistics)

@@ -79,8 +79,8 @@ data: {kind: text, paths: train.tsv, text: sentence, buckets: 100, length: 8, he
 model: {kind: text_bag, dim: 8}
 loss: cross_entropy
 optimizer: {name: SGD, lr: 1.0e+7}
-training: {epochs: 3, batch_size: 20, threads: 1, seed: 0, check: false}
-privacy: {noise_multiplier: 1.0, max_grad_norm: 1.0, target_delta: 1.0e-4, mechanism: dpsgd}
+training: {epochs: 3, batch_size: 20, threads: 1, seed: 0, init_seed: 0, check: false}
+privacy: {noise_multiplier: 100.0, max_grad_norm: 1.0, target_delta: 1.0e-4, mechanism: dpsgd}
 """
 
 

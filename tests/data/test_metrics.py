@@ -10,9 +10,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.calibration import calibration_curve
-from sklearn.metrics import brier_score_loss
+from sklearn.metrics import accuracy_score, brier_score_loss, precision_score, recall_score, roc_auc_score
+from sklearn.metrics import log_loss as log_loss_of_scikit_learn
 
-from sparsedp.data import auc, brier_score, calibration_error, calibration_ratio, log_loss
+from sparsedp.data import auc, brier_score, calibration_error, calibration_ratio, class_scores, log_loss
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(-3, 3)), min_size=1, max_size=40))
@@ -68,6 +69,30 @@ def test_probabilities_are_judged_as_scikit_learn_does(spread: float) -> None:
         wanted = np.abs(shares - means) @ counts[counts > 0] / len(labels)
         assert calibration_error(labels, logits, bins) == pytest.approx(wanted)
     assert calibration_ratio(labels, logits) == pytest.approx(probabilities.mean() / labels.mean())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_metrics_are_scikit_learns(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    labels, logits = rng.integers(0, 2, 700), np.round(3 * rng.standard_normal(700), 1)  # with ties
+    assert auc(labels, logits) == pytest.approx(roc_auc_score(labels, logits), rel=0, abs=1e-9)
+    assert log_loss(labels, logits) == pytest.approx(
+        log_loss_of_scikit_learn(labels, 1 / (1 + np.exp(-logits))), rel=0, abs=1e-9
+    )
+    classes = rng.integers(0, 6, 300)
+    predicted = np.where(rng.random(300) < 0.5, classes, rng.integers(0, 4, 300))  # 4 and 5 are seldom predicted
+    predicted[predicted == 5] = 0  # and one of them never
+    confusion = np.zeros((8, 8), int)  # of which 6 and 7 do not occur
+    np.add.at(confusion, (classes, predicted), 1)
+    scores = class_scores(confusion)
+    options = {"average": "macro", "zero_division": 0}
+    assert scores["accuracy"] == pytest.approx(accuracy_score(classes, predicted), rel=0, abs=1e-9)
+    assert scores["precision"] == pytest.approx(precision_score(classes, predicted, **options), rel=0, abs=1e-9)
+    assert scores["recall"] == pytest.approx(recall_score(classes, predicted, **options), rel=0, abs=1e-9)
+
+
+def test_classes_of_nothing() -> None:
+    assert all(math.isnan(score) for score in class_scores(np.zeros((3, 3))).values())
 
 
 def test_calibration_of_right_and_of_doubled_probabilities() -> None:

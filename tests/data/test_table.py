@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import pickle
@@ -28,6 +29,7 @@ from sparsedp.data import (
     Table,
     TableSchema,
     TextColumn,
+    encode_rows,
     open_table,
     tablefiles,
 )
@@ -59,8 +61,8 @@ def write(path: Path, text: str | bytes) -> Path:
     return path
 
 
-def frame() -> pd.DataFrame:
-    return pd.DataFrame(ROWS, columns=NAMES)
+def frame(rows: list[dict[str, Any]] | None = None) -> pd.DataFrame:
+    return pd.DataFrame(ROWS, columns=NAMES) if rows is None else pd.DataFrame(rows)
 
 
 def everything(table: Table) -> tuple[torch.Tensor, ...]:
@@ -299,6 +301,44 @@ def test_a_frame_is_no_data_set_of_examples(make: Any) -> None:
             noise_multiplier=1.0,
             max_grad_norm=1.0,
         )
+
+
+def test_raw_rows_are_encoded_as_in_training(tmp_path: Path) -> None:
+    """What stands before a model that serves: requests, one by one or many, give the inputs that the table gave."""
+    schema = dataclasses.replace(
+        SCHEMA, numeric=(NumericColumn("price"), NumericColumn("age", "buckets", boundaries=(10.0, 30.0)))
+    )
+    rows = [{**dict(zip(NAMES, row)), "age": age} for row, age in zip(ROWS, (5, 20, 40, None))]
+    frame(rows).to_csv(tmp_path / "log.csv", index=False)
+    for table in (
+        open_table(tmp_path / "log.csv", schema),
+        open_table(tmp_path / "log.csv", schema, cache_dir=tmp_path / "c"),
+    ):
+        expected = everything(table)[:-1]
+        got = encode_rows(rows, schema, table.vocabularies)
+        assert len(got) == len(expected) and all(torch.equal(a, b) for a, b in zip(got, expected))
+        for i, row in enumerate(rows):
+            asked = {
+                name: value
+                for name, value in row.items()
+                if name not in ("clicked", "who", "when") and value is not None
+            }
+            alone = encode_rows([asked], schema, table.vocabularies)
+            assert all(torch.equal(a[0], b[i]) for a, b in zip(alone, expected)), row
+        as_frame = encode_rows(frame(rows).drop(columns=["clicked", "who", "when"]), schema, table.vocabularies)
+        assert all(torch.equal(a, b) for a, b in zip(as_frame, expected))
+    hashed = dataclasses.replace(schema, categorical=(CategoricalColumn("site"),), vocabulary=HashVocabulary(30))
+    wanted = everything(open_table(tmp_path / "log.csv", hashed))[:-1]
+    assert all(torch.equal(a, b) for a, b in zip(encode_rows(rows, hashed), wanted)), "hashes need no vocabularies"
+    # A value that was not there in training has the row of those.
+    unseen = encode_rows([{"site": "never seen"}], schema, table.vocabularies)[1][0, 0]
+    assert unseen not in expected[1][:, 0] and 0 <= unseen < table.vocabulary_sizes[0]
+    with pytest.raises(ConfigError, match="the vocabulary of site was counted in training: give vocabularies"):
+        encode_rows(rows, schema)
+    with pytest.raises(DataError, match=r"row 1 has no column 'sites' to be read. Did you mean 'site'"):
+        encode_rows([{"sites": "a"}], schema, table.vocabularies)
+    with pytest.raises(DataError, match="price is not a number"):
+        encode_rows([{"price": "much"}], schema, table.vocabularies)
 
 
 def test_columns_without_a_header(tmp_path: Path) -> None:

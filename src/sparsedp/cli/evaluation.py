@@ -17,7 +17,7 @@ from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data
 from sparsedp.cli.config.losses import SEQUENCE_LOSSES, Loss
 from sparsedp.cli.prepare import forward
-from sparsedp.data import HeldOutItems, auc, brier_score, calibration_error, calibration_ratio, log_loss
+from sparsedp.data import HeldOutItems, auc, brier_score, calibration_error, calibration_ratio, class_scores, log_loss
 from sparsedp.data.ranking import Scorer, popularity_scorer, rank_held_out
 from sparsedp.errors import ConfigError, DataError, DivergedError, SparseDPError, one_line
 
@@ -38,8 +38,9 @@ class EvaluationError(SparseDPError):
 def evaluate(
     config: Config, model: nn.Module, loss: Loss, data: Data, progress: ExamplesDone = lambda count: None
 ) -> dict[str, Any]:
-    """AUC, log loss and calibration for binary cross-entropy, accuracy for classes, NDCG, HIT and MRR for held-out items of
-    sequences, else the mean loss, with the mean squared error where outputs and targets are numbers of one shape.
+    """AUC, log loss and calibration for binary cross-entropy; accuracy, precision and recall for classes; NDCG, HIT and MRR for
+    held-out items of sequences; else the mean loss, with the mean squared error where outputs and targets are numbers of one
+    shape.
 
     Empty if nothing is held out. If the held-out data have periods, "periods" has the same for each of them.
     """
@@ -133,15 +134,16 @@ class _Outputs:
     logits: torch.Tensor | None  # these and the labels for binary cross-entropy alone
     labels: torch.Tensor | None
     squares: tuple[float, int] | None = None  # the sum of squared errors and of how many, where these are defined
-    right: int | None = None  # how many classes were right, for cross-entropy alone
+    confusion: np.ndarray | None = None  # counts [label, prediction], for cross-entropy alone
 
 
 def _metrics(parts: Sequence[_Outputs]) -> dict[str, float]:
     """The metrics of all parts together."""
     examples = sum(part.count for part in parts)
     mean = {"loss": sum(part.loss for part in parts) / examples}
-    if all(part.right is not None for part in parts):
-        return {"accuracy": sum(part.right or 0 for part in parts) / examples, **mean}
+    confusions = [part.confusion for part in parts if part.confusion is not None]
+    if len(confusions) == len(parts):
+        return {**class_scores(np.sum(confusions, axis=0)), **mean}
     if any(part.logits is None for part in parts):
         squares = [part.squares for part in parts if part.squares is not None]
         if len(squares) == len(parts):
@@ -177,7 +179,7 @@ def _outputs(
     total, done = 0.0, 0
     squared, numbers = 0.0, 0
     comparable = True  # outputs with targets
-    right = 0
+    confusion: np.ndarray | None = None
     with torch.no_grad(), evaluating(model):
         batches = _batches(dataset, collate, batch_size)
         while done < len(dataset):
@@ -196,12 +198,14 @@ def _outputs(
                 outputs.append(output)
                 targets.append(target)
             elif config.loss == "cross_entropy":
-                right += int((output.argmax(1) == target).sum())
+                classes = output.shape[1]
+                pairs = torch.bincount(target * classes + output.argmax(1), minlength=classes**2).view(classes, classes)
+                confusion = pairs.numpy() if confusion is None else confusion + pairs.numpy()
             elif comparable := comparable and _are_numbers_alike(output, target):
                 squared += (output.double() - target.double()).square().sum().item()
                 numbers += output.numel()
     if config.loss == "cross_entropy":
-        return _Outputs(total, done, None, None, right=right)
+        return _Outputs(total, done, None, None, confusion=confusion)
     if config.loss != "binary_cross_entropy":
         return _Outputs(total, done, None, None, (squared, numbers) if comparable and numbers else None)
     return _Outputs(total, done, torch.cat(outputs), torch.cat(targets))

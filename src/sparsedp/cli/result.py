@@ -189,6 +189,9 @@ def metric_lines(metrics: dict[str, Any], planted_auc: float | None) -> list[tup
         lines.append((f"{title}, held out", shown))
     if "accuracy" in metrics:
         lines.append(("accuracy, held out", f"{metrics['accuracy']:.4f}"))
+    if "precision" in metrics:
+        scores = f"{metrics['precision']:.4f}, {metrics['recall']:.4f} (means over the classes)"
+        lines.append(("precision, recall, held out", scores))
     if "loss" in metrics:
         lines.append(("loss, held out", f"{metrics['loss']:.4f}"))
     if "mse" in metrics:

@@ -94,20 +94,20 @@ class ScheduledEvaluation:
                 self._note_failure(error)
                 self.failure, self.diverged = one_line(error), isinstance(error, DivergedError)
         self.tried = self.step
+        name = _not_finite(self.parts)
+        not_finite = self.parts.processes.any(
+            name is not None
+        )  # which all processes ask, whatever became of their evaluation
         if self.failure == "interrupted" or self.diverged:
             return
         try:
-            self._refuse_diverged(last_losses)
+            if not_finite:
+                which = "A parameter" if name is None else f"Parameter '{name}'"  # of another process's part
+                raise DivergedError(f"{which} is not finite: training has diverged. Lower optimizer.lr.")
+            refuse_diverged(self.config, self.metrics if self.evaluated == self.step else {}, last_losses)
         except DivergedError as error:
             self._note_failure(error)
             self.failure, self.diverged = one_line(error), True
-
-    def _refuse_diverged(self, last_losses: Sequence[float]) -> None:
-        name = _not_finite(self.parts)
-        if self.parts.processes.any(name is not None):
-            which = "A parameter" if name is None else f"Parameter '{name}'"  # of another process's part
-            raise DivergedError(f"{which} is not finite: training has diverged. Lower optimizer.lr.")
-        refuse_diverged(self.config, self.metrics if self.evaluated == self.step else {}, last_losses)
 
     def _interruptible(self) -> AbstractContextManager[None]:
         if self.signals is None or self.parts.processes.several:  # all processes evaluate together, to the end

@@ -6,7 +6,7 @@ from sparsedp.data.codes import Form
 from sparsedp.data.generated import GeneratedClickLog, generated_click_log, write_click_log
 from sparsedp.data.generatedsequences import GeneratedSequences, generated_sequences
 from sparsedp.data.generatedtimelines import GeneratedTimelines, generated_timelines
-from sparsedp.data.metrics import auc, brier_score, calibration_error, calibration_ratio, log_loss
+from sparsedp.data.metrics import auc, brier_score, calibration_error, calibration_ratio, class_scores, log_loss
 from sparsedp.data.ranking import Ranking, popularity_scorer, rank_held_out, ranks
 from sparsedp.data.sequencefiles import Actions, read_action_columns, read_actions
 from sparsedp.data.sequences import (
@@ -17,7 +17,7 @@ from sparsedp.data.sequences import (
     make_sequences,
     open_sequences,
 )
-from sparsedp.data.table import Bag, Table, TableBatch, TableDataset, open_table
+from sparsedp.data.table import Bag, Table, TableBatch, TableDataset, encode_rows, open_table
 from sparsedp.data.tablecache import MalformedLine, ReadSummary
 from sparsedp.data.tablecolumns import MISSING_INTEGER
 from sparsedp.data.tableschema import (
@@ -84,6 +84,8 @@ __all__ = [
     "brier_score",
     "calibration_error",
     "calibration_ratio",
+    "class_scores",
+    "encode_rows",
     "generated_click_log",
     "generated_sequences",
     "generated_timelines",

@@ -1,4 +1,4 @@
-"""How good predictions are: area under the ROC curve, log loss, and whether probabilities are what they say."""
+"""How good predictions are: area under the ROC curve, log loss, whether probabilities are what they say, and classes."""
 
 from __future__ import annotations
 
@@ -57,6 +57,22 @@ def calibration_error(labels: ArrayLike, logits: ArrayLike, bins: int = 15) -> f
     probabilities = expit(z)
     of_bin = np.minimum((probabilities * bins).astype(np.int64), bins - 1)
     return float(np.abs(np.bincount(of_bin, weights=probabilities - y)).sum() / len(y))
+
+
+def class_scores(confusion: ArrayLike) -> dict[str, float]:
+    """Of counts [label, prediction]: the share that is right, and precision and recall, each a mean over the classes that occur.
+
+    A class that is never predicted has precision 0, and one that no label names recall 0. All NaN if there is nothing.
+    """
+    counts = np.asarray(confusion, dtype=np.float64)
+    right, labelled, predicted = counts.diagonal(), counts.sum(1), counts.sum(0)
+    if not counts.sum():
+        return dict.fromkeys(("accuracy", "precision", "recall"), float("nan"))
+    there = (labelled > 0) | (predicted > 0)
+    precision = right[there] / np.maximum(predicted[there], 1)
+    recall = right[there] / np.maximum(labelled[there], 1)
+    accuracy = right.sum() / counts.sum()
+    return {"accuracy": float(accuracy), "precision": float(precision.mean()), "recall": float(recall.mean())}
 
 
 def _checked(labels: ArrayLike, scores: ArrayLike) -> tuple[np.ndarray, np.ndarray]:

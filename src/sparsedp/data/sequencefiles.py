@@ -121,8 +121,8 @@ def read_action_columns(
                 places[use].append(number[kept])
             if when is not None:
                 times.append(when[good])
-            first = faults.first(KEPT_MALFORMED)
-            wrong = zip(piece.lines_of([row for row, _ in first]), (reason for _, reason in first))
+            faulty = faults.first(KEPT_MALFORMED)
+            wrong = zip(piece.lines_of([row for row, _ in faulty]), (reason for _, reason in faulty))
             for line, reason in sorted([*piece.bad, *wrong])[: KEPT_MALFORMED - len(summary.first)]:
                 summary.first.append(MalformedLine(str(path), line, reason, source.unit))
             summary.malformed += piece.lost + int(np.count_nonzero(faults.wrong))

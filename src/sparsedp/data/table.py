@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import numpy as np
+import pyarrow as pa
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -18,10 +19,10 @@ from torch.utils.data import Dataset
 from sparsedp.data import tablecache
 from sparsedp.data.tablecache import ReadSummary
 from sparsedp.data.tablecolumns import MISSING_INTEGER
-from sparsedp.data.tablefiles import Paths, find_sources, open_frame, open_source
+from sparsedp.data.tablefiles import Paths, as_table, find_sources, open_frame, open_source
 from sparsedp.data.tableschema import TableSchema
-from sparsedp.data.vocabulary import GivenVocabulary, HashVocabulary, Vocabulary
-from sparsedp.errors import ConfigError
+from sparsedp.data.vocabulary import GivenVocabulary, HashVocabulary, ValueCounter, Vocabulary
+from sparsedp.errors import ConfigError, DataError, suggestion
 from sparsedp.generator import CipherGenerator
 
 Item = tuple[Tensor, ...]  # numbers, categories, bags..., label
@@ -289,6 +290,42 @@ def open_table(
     return _open(Table, data, schema, cache_dir, vocabularies, max_malformed, progress)
 
 
+def encode_rows(
+    rows: Sequence[Mapping[str, Any]] | Any, schema: TableSchema, vocabularies: Mapping[str, Vocabulary] | None = None
+) -> Item:
+    """What a model takes of rows with raw values, such as requests, as `open_table` made it in training: without a target.
+
+    `rows`: mappings from columns to values, or a frame as `open_table` takes it. Columns of the label, user, time and period need
+    not be there. A value that is missing, or that a vocabulary lacks, has the row that it has in training. `vocabularies` are the
+    `Table.vocabularies` of what was trained on, with what was counted there. A value that does not fit is a DataError.
+    """
+    others = (schema.label, schema.user, schema.time, schema.period)
+    schema = _with_vocabularies(schema, vocabularies or {})
+    schema = replace(schema, label=_NO_LABEL, positive=(), label_above=None, user=None, time=None, period=None)
+    counted = [name for name, column in schema.vocabularies().items() if isinstance(column, ValueCounter)]
+    if counted:
+        raise ConfigError(
+            f"encode_rows: the vocabulary of {', '.join(counted)} was counted in training: give vocabularies=table.vocabularies"
+        )
+    names = [name for use, name in schema.wanted().names.items() if name != _NO_LABEL]
+    if isinstance(rows, (list, tuple)):
+        for number, row in enumerate(rows, 1):
+            for name in row:
+                if name not in names and name not in others:
+                    raise DataError(
+                        f"encode_rows: row {number} has no column {name!r} to be read{suggestion(name, names)}"
+                    )
+        rows = {name: [row.get(name) for row in rows] for name in dict.fromkeys(names)}
+    frame = as_table(rows)
+    for place, column in enumerate(frame.columns):
+        if pa.types.is_null(column.type):  # nobody has a value, which says nothing of its type
+            frame = frame.set_column(place, frame.column_names[place], column.cast(pa.string()))
+    frame = frame.append_column(_NO_LABEL, pa.array(np.zeros(frame.num_rows, np.int64)))
+    table = open_table(frame, schema, max_malformed=0.0)
+    return table.read_columns(np.arange(len(table)))[:-1]
+
+
+_NO_LABEL = "@no label"
 T = TypeVar("T", bound=Table)
 
 

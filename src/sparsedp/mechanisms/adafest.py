@@ -39,6 +39,7 @@ class AdaFEST(Mechanism):
     `keep` (0.8) of touches, pairs of a unit and a row that it uses, or as the least for a `gradient_size` in coordinates.
     `look_at` says what may be looked at for that: `PublicCounts`, the run's own "release" of frequencies (make_private's
     `frequencies`), or the "data" without noise, which the statement then says. What was found is in `found`.
+    With a threshold of your own, `PublicCounts` let make_private warn where it will keep little.
     """
 
     name: ClassVar[str] = "adafest"
@@ -63,7 +64,7 @@ class AdaFEST(Mechanism):
             raise ValueError(f'threshold must be a number or "auto", not {self.threshold!r}')
         else:
             for name in _OF_AUTO:
-                if getattr(self, name) is not None:
+                if getattr(self, name) is not None and not isinstance(getattr(self, name), PublicCounts):
                     raise ValueError(f'{name} is for threshold="auto"; with threshold={self.threshold} leave it out')
         for name in ("noise_ratio", "map_clip"):
             if not 0 < getattr(self, name) < math.inf:
@@ -87,7 +88,11 @@ class AdaFEST(Mechanism):
 
     @property
     def looks_at(self) -> Look | None:  # type: ignore[override]
-        return self.look_at if self.found is None else None
+        return self.look_at if self.threshold == "auto" and self.found is None else None
+
+    @property
+    def public_counts(self) -> PublicCounts | None:
+        return self.look_at if isinstance(self.look_at, PublicCounts) else None
 
     @property
     def tau(self) -> float:
@@ -110,7 +115,7 @@ class AdaFEST(Mechanism):
     @property
     def assumptions(self) -> tuple[str, ...]:
         of_preselect = () if self.preselect is None else self.preselect.assumptions
-        if not isinstance(self.look_at, PublicCounts):
+        if self.threshold != "auto" or not isinstance(self.look_at, PublicCounts):
             return of_preselect
         return ("The counts of rows that the threshold was found from are public.", *of_preselect)
 

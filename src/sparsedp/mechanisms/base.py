@@ -16,7 +16,7 @@ from sparsedp.capture import Captured, RowSpace
 from sparsedp.clipping import Clipping
 from sparsedp.errors import UnsupportedError, suggestion
 from sparsedp.mechanisms.expectation import Expected, RowCounts
-from sparsedp.mechanisms.look import Look
+from sparsedp.mechanisms.look import Look, PublicCounts
 from sparsedp.mechanisms.optimizers import refuse_for_dense_gradients, refuse_for_sparse_gradients
 from sparsedp.noise import RandomKey
 from sparsedp.tables import LocalExchange, LocalOwner, Owner, Ownership, RowExchange, TableSpec
@@ -148,6 +148,11 @@ class Mechanism(ABC):
     @property
     def contribution_clip(self) -> float | None:
         """What a unit's contribution to the map of rows is clipped to that `select` looks at; None: it looks at none."""
+        return None
+
+    @property
+    def public_counts(self) -> PublicCounts | None:
+        """Counts that nobody has to protect, by which `make_private` judges the settings before a step is taken."""
         return None
 
     @property

@@ -22,6 +22,7 @@ from sparsedp.generator import CipherGenerator
 from sparsedp.grid import grid_of, round_to
 from sparsedp.mechanisms.base import Count, CountedData, Mechanism, Step
 from sparsedp.mechanisms.expectation import Expected, RowCounts
+from sparsedp.mechanisms.look import PublicCounts
 from sparsedp.noise import RandomKey
 from sparsedp.tables import TableSpec
 
@@ -99,6 +100,14 @@ class FEST(Mechanism):
     @property
     def assumptions(self) -> tuple[str, ...]:
         return () if self.counts is None else ("The counts that rows were selected by are public.",)
+
+    @property
+    def public_counts(self) -> PublicCounts | None:
+        """Of how many units they are is not known; what share of touches is kept does not depend on it."""
+        if self.counts is None:
+            return None
+        largest = max((float(np.max(np.asarray(counts), initial=0)) for counts in self.counts.values()), default=0.0)
+        return PublicCounts(self.counts, largest or 1.0)
 
     def setup_event(self) -> dp_accounting.DpEvent | None:
         if self.counts is not None:
