@@ -241,6 +241,7 @@ def test_a_folder_within_a_folder_is_read_and_what_is_no_data_is_not(tmp_path: P
         open_table(tmp_path / "log" / ".hidden", PLAIN)
 
 
+@pytest.mark.models
 def test_hugging_faces_data_sets(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     data = datasets.Dataset(lists())

@@ -28,12 +28,8 @@ def refuse_optimizers_of_torchrec(optimizer: Optimizer, module: nn.Module) -> No
                 f"Parameter '{name}' is moved in the backward pass (apply_optimizer_in_backward), before anything could be "
                 f"clipped. Leave that out and {line}"
             )
-    if "torchrec" not in sys.modules:
-        return
-    from torchrec.optim.keyed import KeyedOptimizer
-
     for part in parts_of(optimizer):
-        if isinstance(part, KeyedOptimizer):
+        if _is_of(part, "torchrec.optim.keyed", "KeyedOptimizer"):
             raise UnsupportedError(
                 f"{type(part).__name__} is TorchRec's, which moves tables in its own backward pass. That never runs in private "
                 f"training: rows move in step(), by torch's optimizers. For it, {_line(_instead_of(part))}"
@@ -46,14 +42,10 @@ def refuse_means_over_columns(
     held: Mapping[str, nn.Parameter],
 ) -> None:
     """Raises for row-wise optimizers of tables whose columns are on several ranks."""
-    if "torchrec" not in sys.modules:
-        return
-    from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
-
     moved = {
         id(parameter)
         for part in parts_of(optimizer)
-        if isinstance(part, RowWiseAdagrad)
+        if _is_of(part, "torchrec.optim.rowwise_adagrad", "RowWiseAdagrad")
         for group in part.param_groups
         for parameter in group["params"]
     }
@@ -66,8 +58,13 @@ def refuse_means_over_columns(
 
 
 def _is_fused(optimizer: Any) -> bool:
-    fused = sys.modules.get("torchrec.optim.fused")
-    return fused is not None and isinstance(optimizer, fused.FusedOptimizer)
+    return _is_of(optimizer, "torchrec.optim.fused", "FusedOptimizer")
+
+
+def _is_of(optimizer: Any, module: str, kind: str) -> bool:
+    """Whether it is of a class of TorchRec's, which nothing is before its module was imported."""
+    imported = sys.modules.get(module)
+    return imported is not None and isinstance(optimizer, getattr(imported, kind))
 
 
 def _instead_of(optimizer: Any) -> list[str]:
