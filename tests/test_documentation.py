@@ -61,6 +61,11 @@ def test_external_links_are_listed_and_have_the_form_of_links() -> None:
 
 
 @pages
+def test_nothing_is_left_to_fill_in(page: Path) -> None:
+    assert not re.findall(r"\b(?:MEASURED|APART|TODO|FIXME|[A-Z]+_FIGURES)\b", page.read_text(encoding="utf-8"))
+
+
+@pages
 def test_files_that_are_named_exist(page: Path) -> None:
     """`capture/x.py` and its like, written with a folder; tests/x.py and the like also within commands."""
     text = page.read_text()
