@@ -15,6 +15,10 @@ from sparsedp.kernels.loops import find
 from sparsedp.noise import Sums, zero_others
 from sparsedp.tables import Shard
 
+# Numbers of a parameter. The memory of larger ones that are not tables is given back after the step: the next forward pass needs
+# room, and beside their matrix products it takes no time to get it again.
+_LARGE = 1 << 19
+
 _NO_ROWS = torch.empty(0, dtype=torch.long)
 _NO_SHARDS: Mapping[str, Shard] = MappingProxyType({})
 _NO_WIDTHS: Mapping[str, int] = MappingProxyType({})
@@ -38,7 +42,7 @@ class NoisyGradient:
         shards: Mapping[str, Shard] = _NO_SHARDS,
         widths: Mapping[str, int] = _NO_WIDTHS,
     ) -> None:
-        """`dense` keeps the buffers of parameters that change as a whole from step to step.
+        """`dense` keeps the buffers of parameters that change as a whole from step to step, but for those of large matrices.
 
         Without `noise_on_rows`, selected rows get no noise here: LazyDP gives it to them later. `shards` are those of tables of
         which `parameters` has a part alone, and `widths` how many columns these tables have. A parameter without memory (on
@@ -56,7 +60,9 @@ class NoisyGradient:
         rows = selection or {}
         for index, (name, parameter) in enumerate(parameters.items()):
             if name not in rows and parameter.requires_grad:
-                self.values[name], self._index[name] = _kept_buffer(dense, name, parameter), index
+                keeps = name in space.names or parameter.numel() < _LARGE
+                self.values[name] = _buffer(dense if keeps else {}, name, parameter)
+                self._index[name] = index
             elif name in rows and noise_on_rows:
                 self._selected[name] = index
         # The shapes of the selected rows of tables that are alike.
@@ -159,7 +165,7 @@ class NoisyGradient:
                 uses.add_weighted_rows(out, rows, mine, self._parameters[name].shape)
 
 
-def _kept_buffer(kept: dict[str, Tensor], name: str, parameter: Tensor) -> Tensor:
+def _buffer(kept: dict[str, Tensor], name: str, parameter: Tensor) -> Tensor:
     buffer = kept.get(name)
     if buffer is None or buffer.shape != parameter.shape or buffer.device != parameter.device:
         buffer = torch.empty_like(parameter, memory_format=torch.contiguous_format, requires_grad=False)
