@@ -20,7 +20,7 @@ from matplotlib.ticker import LogLocator
 
 from sparsedp.report.chart import short
 from sparsedp.report.markdown import CONTROL_NAMES, METRIC_NAMES, TABLES_DO_NOT_MATTER, describe_settings
-from sparsedp.report.panels import legend_beside
+from sparsedp.report.panels import legend_beside, log_axis
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _TITLE_WIDTH = 56  # letters above a panel of heat.png
@@ -93,7 +93,7 @@ def front_plot(summary: Mapping[str, Any]) -> Figure | None:
                 panel.axhline(entry["metric"]["test"]["mean"], linestyle=style, color="0.35", linewidth=1, label=label)
     _focus(panels, summary)
     for panel in panels:
-        panel.set_xscale("log")
+        log_axis(panel, "x")
         panel.set_xlabel("gradient-size reduction (right is better)")
     panels[0].set_ylabel(f"{METRIC_NAMES[summary['metric']]}, test half ({_better(summary)})")
     legend_beside(figure)
@@ -161,7 +161,7 @@ def best_plot(summary: Mapping[str, Any]) -> Figure | None:
                 text = "none" if choice is None else f"{choice['reduction']:,.3g}x"
                 height = 1.0 if choice is None else max(1.0, choice["reduction"])
                 panel.annotate(text, (place, height), (0, 2), textcoords="offset points", ha="center", fontsize=7)
-        panel.set_yscale("log")
+        log_axis(panel, "y")
         panel.set_xlim(-0.5, len(at_loss) - 0.5)
         panel.set_xticks(at_loss, [f"{loss:g}" for loss in summary["losses"]])
         panel.set_xlabel(f"utility loss of at most ({METRIC_NAMES[summary['metric']]}, validation half)")
