@@ -354,6 +354,18 @@ def test_a_failed_run_is_named_and_the_others_go_on(capsys: pytest.CaptureFixtur
     assert not Path("runs/changed/tight,seed=0/private/error.txt").exists()
 
 
+def test_a_picture_that_cannot_be_drawn_does_not_take_the_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(summary: object, folder: object) -> None:
+        raise ValueError("no such colour")
+
+    monkeypatch.setattr(pytest.importorskip("sparsedp.report.plots"), "write_plots", fail)
+    assert main(["sweep", "small.yaml", "--jobs=1", "--run-dir", "here"]) == 0
+    assert "No plots: ValueError: no such colour" in capsys.readouterr().err
+    assert "## Plots" not in Path("here/report.md").read_text()
+
+
 def test_models_are_kept_on_demand_and_outputs_are_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert swept("small.yaml", "--keep-models", "--json", "--run-dir", "here") == 0
     out, err = capsys.readouterr()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,20 +102,32 @@ def test_places_that_would_lie_on_one_another_are_left_out() -> None:
     assert apart([7]) == [7]
 
 
-def test_a_heat_map_has_plain_names_and_says_which_end_is_better() -> None:
+def summary_of_sizes(size: Callable[[float, float], float]) -> dict[str, Any]:
+    """Of a sweep over thresholds and noise ratios, with a gradient size for each pair."""
     key = "privacy.mechanism."
     settings = [
         {
             "settings": {f"{key}threshold": t, f"{key}noise_ratio": r},
             "metric": {part: {"mean": 0.7 + 0.01 * t * r} for part in ("validation", "test")},
-            "gradient_size": 10**t * r,
+            "gradient_size": size(t, r),
         }
         for t in (1.0, 2.0, 5.0)
         for r in (1.0, 4.0)
     ]
     variants = {"dpsgd": {"settings": []}, "adafest": {"settings": settings}}
     point = {"point": {"privacy.target_epsilon": 3.0}, "tables_matter": True, "variants": variants}
-    figure = heat_plot({"points": [point], "metric": "auc", "more_is_better": True, "reference": "dpsgd"})
+    return {"points": [point], "metric": "auc", "more_is_better": True, "reference": "dpsgd"}
+
+
+@pytest.mark.parametrize("size", [1000.0, 0.0])
+def test_a_heat_map_of_sizes_that_are_all_the_same(size: float) -> None:
+    figure = heat_plot(summary_of_sizes(lambda threshold, ratio: size))
+    assert figure is not None
+    figure.canvas.draw()
+
+
+def test_a_heat_map_has_plain_names_and_says_which_end_is_better() -> None:
+    figure = heat_plot(summary_of_sizes(lambda threshold, ratio: 10**threshold * ratio))
     assert figure is not None and overlaps(figure) == []
     panels, bars = figure.axes[:2], figure.axes[2:]
     assert all(panel.get_title().startswith("AdaFEST, epsilon = 3") for panel in panels)

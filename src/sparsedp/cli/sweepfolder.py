@@ -148,7 +148,11 @@ class SweepFolder:
         except ImportError:
             console.print("No plots: matplotlib is missing. pip install 'sparsedp[plot]'", markup=False)
             return []
-        return plots.write_plots(summary, self.folder)
+        try:
+            return plots.write_plots(summary, self.folder)
+        except Exception as error:  # hours of runs are behind this, and the report says all without pictures
+            console.print(f"No plots: {type(error).__name__}: {error}", markup=False)
+            return []
 
     def _error(self, id: str) -> str:
         return (RunFolder(self.folder / id).private / ERROR_FILE).read_text().partition("\n")[0]

@@ -193,7 +193,8 @@ def heat_plot(summary: Mapping[str, Any]) -> Figure | None:
             size[down.index(y), across.index(x)] = entry["gradient_size"]
         # Dark is good in both, as in the paper.
         _heat(left, utility, "{:.4f}".format, "viridis_r" if summary["more_is_better"] else "viridis", None)
-        _heat(right, size, lambda value: short(value, 3), "viridis", LogNorm() if np.nanmin(size) > 0 else None)
+        scale = LogNorm() if 0 < np.nanmin(size) < np.nanmax(size) else None
+        _heat(right, size, lambda value: short(value, 3), "viridis", scale)
         titles = (f"{metric}, test half", "gradient size (coordinates a step)")
         for panel, title in zip((left, right), titles):
             where = ", ".join(filter(None, (_plain(name), _title(at).partition("\n")[0])))
