@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -34,7 +34,7 @@ class FirstSteps(Protocol):
     @property
     def watching(self) -> bool: ...
 
-    def see(self, report: StepReport | None, unused: Sequence[str]) -> None: ...
+    def see(self, report: StepReport | None, trained: Sequence[str], used: Set[str]) -> None: ...
 
 
 _DROPPED = 3  # gradients in a row that zero_grad() may drop before somebody is told
@@ -264,12 +264,11 @@ class PrivateOptimizer(Optimizer):
                 self._stepped = None
             raise
         if batch.last:
-            if watched and self._first_steps is not None:
-                trained = (name for name, parameter in self._parameters.items() if parameter.requires_grad)
-                unused = [name for name in trained if name not in self.private_step.used]
-                self._first_steps.see(self.last_step, unused)
             for told in self.after_step:
                 told()
+            if watched and self._first_steps is not None:
+                trained = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+                self._first_steps.see(self.last_step, trained, self.private_step.used)
         return loss
 
     def require_fully_loaded(self) -> None:
