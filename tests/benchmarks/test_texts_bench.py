@@ -220,6 +220,13 @@ CONFIGURATIONS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 SWEEPS = [name for name, path in CONFIGURATIONS.items() if "\nvariants:" in path.read_text()]
 
 
+def test_help_names_every_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["texts", "--help"])
+    named = capsys.readouterr().out
+    assert SWEEPS and all(f"sparsedp sweep benchmarks/texts/{name}.yaml" in named for name in SWEEPS)
+
+
 @pytest.fixture
 def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny data and weights where the configurations look for them."""
@@ -315,7 +322,7 @@ def test_gemmas_sweep_differs_from_potions_by_its_table_alone() -> None:
         for name in ("gemma-sweep", "potion-sweep")
     )
     shared = gemma.keys() & potion.keys()
-    assert len(shared) == len(gemma) == 15
+    assert len(shared) == len(gemma) == 19
     for run in shared:
         one, other = gemma[run], potion[run]
         assert all(one[key] == other[key] for key in ("loss", "optimizer", "training"))
