@@ -254,3 +254,43 @@ def test_what_noise_alone_moves_is_named() -> None:
         run(model=Model(), steps=30)
     texts = [str(w.message) for w in caught if issubclass(w.category, UtilityWarning)]
     assert sum("no gradient came to parameter 'spare.weight', 'spare.bias'" in text for text in texts) == 1, texts
+
+
+class Adapted(Model):
+    """Adapters as peft names them, of which none, some or all take part."""
+
+    def __init__(self, kind: str, used: int) -> None:
+        super().__init__()
+        self.spare.requires_grad_(False)
+        self.used = used
+        for i in range(2):
+            setattr(self, f"{kind}_A{i}", nn.Linear(3, 1))
+        self.adapters = [getattr(self, f"{kind}_A{i}") for i in range(2)]
+
+    def forward(self, ids: Tensor) -> Tensor:
+        beside = [adapter(ids.float()).squeeze(1) for adapter in self.adapters[: self.used]]
+        return torch.stack([super().forward(ids), *beside]).sum(0)
+
+
+@pytest.mark.parametrize("kind", ["lora", "ia3"])
+def test_an_adapter_that_takes_no_part_at_all_is_refused(kind: str) -> None:
+    model = Adapted(kind, used=0)
+    with pytest.raises(SparseDPError, match=rf"first 3 steps no gradient came to any of the 4 .* '{kind}_A0.weight'"):
+        run(model=model, steps=30)
+    model = Adapted(kind, used=0)
+    for adapter in model.adapters:
+        adapter.requires_grad_(False)
+    run(model=model, steps=30)
+
+
+@pytest.mark.parametrize("used", [1, 2])
+def test_an_adapter_that_takes_part_somewhere_is_not(used: int) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(model=Adapted("lora", used), steps=30)
+    assert any("'lora_A1.weight'" in str(w.message) for w in caught) == (used == 1)
+
+
+def test_names_that_only_look_like_an_adapters_are_layers() -> None:
+    with pytest.warns(UtilityWarning, match="no gradient came to parameter 'floral_A0.weight'"):
+        run(model=Adapted("floral", used=0), steps=30)

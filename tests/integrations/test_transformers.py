@@ -21,7 +21,8 @@ import transformers
 
 import sparsedp
 from documentation import DOCS
-from sparsedp.errors import CheckpointError, UnsupportedError
+from sparsedp import concerns
+from sparsedp.errors import CheckpointError, SparseDPError, UnsupportedError
 from sparsedp.integrations.training_arguments import DECIDED, fields_of
 from sparsedp.integrations.training_arguments import REFUSED as REASONS
 from sparsedp.integrations.transformers import PrivateTrainer, loss_kind, refuse_arguments
@@ -550,15 +551,32 @@ def test_adapters_with_word_embeddings_train_are_saved_and_loaded(tmp_path: Path
             torch.testing.assert_close(merged.eval()(batch).logits, one)
 
 
-def test_a_merged_adapter_that_would_train_nothing_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_embedding", [False, True])
+def test_a_merged_adapter_that_would_train_nothing_is_refused(tmp_path: Path, on_embedding: bool) -> None:
     """Merged into the weights that it stands beside, an adapter takes no part in forward, and noise alone would move it."""
+    peft = pytest.importorskip("peft")
+    targets = ["query", "value", *["word_embeddings"] * on_embedding]
+    model = peft.get_peft_model(classifier(), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=targets))
+    model.merge_adapter()
+    private = trainer(tmp_path, model, num_train_epochs=6, save_strategy="no")
+    with pytest.raises(SparseDPError, match=rf"any of the {4 + 2 * on_embedding} trained lora parameters.*lora_"):
+        private.train()
+    assert private.engine.ledger.steps == concerns.SURE
+    private.engine.close()
+    model.unmerge_adapter()
+    trainer(tmp_path, model, num_train_epochs=1, save_strategy="no").train()
+
+
+def test_an_adapter_of_which_a_part_is_merged_is_named(tmp_path: Path) -> None:
+    """The rest of it trains: a warning, as with any layer that is not used."""
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query", "value"])
     model = peft.get_peft_model(classifier(), config)
-    model.merge_adapter()
+    next(module for name, module in model.named_modules() if name.endswith("query")).merge()
     private = trainer(tmp_path, model, num_train_epochs=6, save_strategy="no")
-    with pytest.warns(sparsedp.UtilityWarning, match=r"no gradient came to parameter .*lora_A"):
+    with pytest.warns(sparsedp.UtilityWarning, match=r"no gradient came to parameter .*query.lora_A") as caught:
         private.train()
+    assert not any("value.lora_A" in str(warning.message) for warning in caught)
 
 
 def test_adapters_that_are_merged_away_while_training_are_refused(tmp_path: Path) -> None:
