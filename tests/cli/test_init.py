@@ -212,6 +212,87 @@ def test_texts_beside_other_columns_are_a_table(capsys: pytest.CaptureFixture[st
     )
 
 
+def write_labels(labels: list[str], name: str = "clicked") -> None:
+    rows = [f"{label},s{i % 9},{i % 40}.5" for i, label in enumerate(labels)]
+    Path("log.csv").write_text(f"{name},site,price\n" + "\n".join(rows) + "\n")
+
+
+@pytest.mark.parametrize("strange", ["7", "NA", "nan", "", "abc"])
+@pytest.mark.parametrize("options", [[], ["--label", "clicked"]])
+def test_one_strange_value_does_not_change_what_a_label_is(
+    strange: str, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_labels([str(i % 2) for i in range(499)] + [strange])
+    assert main(["init", "log.csv", *options]) == 0
+    said = capsys.readouterr().out
+    assert "its values are 0 and 1; 1 row has another value or none, and will be left out" in said
+    data = yaml.safe_load(Path("log.yaml").read_text())["data"]
+    assert data["max_malformed"] == 0.01 and "label_above" not in data and "positive" not in data
+
+
+def test_rows_with_a_strange_label_or_number_are_left_out_of_training(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{i % 2},{i % 40}.5,s{i % 9}" for i in range(90)]
+    rows[4], rows[33] = "7,1.5,s1", "1,abc,s2"
+    Path("log.csv").write_text("clicked,price,site\n" + "\n".join(rows) + "\n")
+    assert main(["init", "log.csv"]) == 0
+    assert capsys.readouterr().out.count("1 row has another value or none, and will be left out") == 2
+    data = yaml.safe_load(Path("log.yaml").read_text())["data"]
+    assert [*data["numeric"]] == ["price"] and data["max_malformed"] == 0.05
+    assert "/79" in train("log.yaml", capsys)["sampling"]  # 88 rows are left, of which 9 are held out
+
+
+@pytest.mark.parametrize(
+    ("labels", "name", "expected"),
+    [
+        (["yes", "no"] * 100 + ["mayhap"], "clicked", {"positive": ["yes"], "negative": ["no"], "max_malformed": 0.01}),
+        (["1", "2"] * 100 + ["900"], "group", {"positive": ["2"], "negative": ["1"], "max_malformed": 0.01}),
+        (["-1", "1"] * 100, "clicked", {"label_above": 0.0}),
+        (["none", "click"] * 100, "clicked", {"positive": ["click"], "negative": ["none"]}),
+        ([*"12345"] * 60 + ["9999"], "stars", {"label_above": 3.0}),
+        ([*"12345"] * 60 + ["good"], "stars", {"label_above": 3.0, "max_malformed": 0.01}),
+        (["0", "1"] * 100 + ["NA"] * 50, "clicked", {"max_malformed": 0.5}),
+        (["0", "1", "2"] * 100, "clicked", {"label_above": 1.0}),
+        ([f"{i}.25" for i in range(201)], "clicked", {"label_above": 100.25}),
+    ],
+)
+def test_labels_with_a_few_strange_values(labels: list[str], name: str, expected: dict[str, Any]) -> None:
+    write_labels(labels, name)
+    assert main(["init", "log.csv", "--label", name]) == 0
+    data = yaml.safe_load(Path("log.yaml").read_text())["data"]
+    keys = ("positive", "negative", "label_above", "max_malformed")
+    assert {key: data[key] for key in keys if key in data} == expected
+
+
+def test_numbers_of_which_none_occurs_often_are_a_label_for_whoever_names_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_labels([f"{i}.25" for i in range(200)], "target")
+    assert "no column looks like a label" in refused(capsys, "init", "log.csv")
+
+
+def test_rows_without_a_time_or_a_user_are_left_out_and_a_column_that_mostly_lacks_it_is_not_used(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [f"{i % 2},s{i % 7},2026-01-{1 + i % 28:02d},{'' if i % 5 else '2026-02-01'},u{i % 40}" for i in range(400)]
+    rows[7] = "1,s1,NA,,u3"
+    rows[8] = "1,s1,2026-01-02,,"
+    Path("log.csv").write_text("clicked,site,when,expires,user\n" + "\n".join(rows) + "\n")
+    assert main(["init", "log.csv"]) == 0
+    assert "too many rows have none" in capsys.readouterr().out
+    data = yaml.safe_load(Path("log.yaml").read_text())["data"]
+    assert (data["time"], data["user"], data["max_malformed"]) == ("when", "user", 0.01)
+    assert train("log.yaml", capsys)["unit"] == "user"
+
+
+def test_classes_of_texts_with_a_strange_label(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f"{'7' if i == 9 else i % 2}\tgood film {i % 5}" for i in range(200)]
+    Path("reviews.tsv").write_text("label\treview\n" + "\n".join(lines) + "\n")
+    assert main(["init", "--text", "reviews.tsv"]) == 0
+    data = yaml.safe_load(Path("reviews.yaml").read_text())["data"]
+    assert (data["classes"], data["max_malformed"]) == (2, 0.01)
+    assert train("reviews.yaml", capsys)["unit"] == "example"
+
+
 def test_an_own_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--own-model"]) == 0
     assert Path("own_model.py").is_file() and isinstance(load_config("own_model.yaml"), Config)

@@ -301,7 +301,8 @@ def encode_rows(
     """
     others = (schema.label, schema.user, schema.time, schema.period)
     schema = _with_vocabularies(schema, vocabularies or {})
-    schema = replace(schema, label=_NO_LABEL, positive=(), label_above=None, user=None, time=None, period=None)
+    no_label: dict[str, Any] = {"label": _NO_LABEL, "positive": (), "negative": (), "label_above": None}
+    schema = replace(schema, **no_label, user=None, time=None, period=None)
     counted = [name for name, column in schema.vocabularies().items() if isinstance(column, ValueCounter)]
     if counted:
         raise ConfigError(
