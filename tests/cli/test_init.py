@@ -293,6 +293,35 @@ def test_classes_of_texts_with_a_strange_label(capsys: pytest.CaptureFixture[str
     assert train("reviews.yaml", capsys)["unit"] == "example"
 
 
+@pytest.mark.filterwarnings("always::sparsedp.UtilityWarning")
+@pytest.mark.parametrize(
+    ("labels", "which"),
+    [(["0"] * 200, "both"), ([str(i % 2) for i in range(180)] + ["1"] * 20, "held out")],
+)
+def test_labels_of_one_class_are_noticed(
+    labels: list[str], which: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    write_labels(labels)
+    assert main(["init", "log.csv"]) == 0
+    assert main(["train", "log.yaml", *QUICK[:-2], "--run-dir", "run"]) == 0
+    output = capsys.readouterr()
+    training, held_out = "All labels to train on are 0: the model can learn nothing", "held-out labels are"
+    assert (training in output.err, f"{held_out} {labels[-1]}: there is no AUC" in output.err) == (
+        which == "both",
+        True,
+    )
+    assert "–: only one class is held out" in output.out and "nan" not in output.out
+    log = [json.loads(line) for line in Path("run/private/metrics.jsonl").read_text().splitlines()]
+    assert any(held_out in row["message"] for row in log if row["kind"] == "warning")
+    assert main(["report", "run", "--quiet"]) == 0
+    page = Path("run/private/report.html").read_text()
+    assert held_out in page and "–: only one class is held out" in page
+    assert main(["report", "run", "--public", "--quiet"]) == 0
+    released = [path.read_bytes() for path in Path("run/release").rglob("*") if path.is_file()]
+    assert not any(held_out.encode() in content for content in released)  # it is about private data
+
+
 def test_an_own_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["init", "--own-model"]) == 0
     assert Path("own_model.py").is_file() and isinstance(load_config("own_model.yaml"), Config)

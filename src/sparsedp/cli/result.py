@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from sparsedp.cli.adapters import TableAdapters
 from sparsedp.optimizer import StepReport
+from sparsedp.report.metric_names import ONE_CLASS
 from sparsedp.statement import PrivacyStatement
 
 FAILED = "failed: "
@@ -174,9 +176,10 @@ def metric_lines(metrics: dict[str, Any], planted_auc: float | None) -> list[tup
     lines = []
     if "auc" in metrics:
         planted = "" if planted_auc is None else f"; {planted_auc:.4f} for the model that drew the clicks"
-        lines.append(("AUC, held out", f"{metrics['auc']:.4f} (0.5 for guessing{planted})"))
+        shown = f"{metrics['auc']:.4f} (0.5 for guessing{planted})" if metrics["auc"] == metrics["auc"] else ONE_CLASS
+        lines.append(("AUC, held out", shown))
         lines.append(("log loss, held out", f"{metrics['log_loss']:.4f}"))
-    if "calibration_ratio" in metrics:
+    if metrics.get("calibration_ratio", math.nan) == metrics.get("calibration_ratio"):
         error = f"1 is right; calibration error {metrics['calibration_error']:.4f}"
         lines.append(("positives expected per positive", f"{metrics['calibration_ratio']:.4f} ({error})"))
     rankings = [name for name in metrics if re.fullmatch(r"(ndcg|hit|precision|recall)@\d+|mrr", name)]
@@ -199,5 +202,6 @@ def metric_lines(metrics: dict[str, Any], planted_auc: float | None) -> list[tup
     periods = metrics.get("periods", {})
     for period, of_period in periods.items() if len(periods) > 1 else ():
         name = "auc" if "auc" in of_period else "loss"
-        lines.append((f"  period {period}", f"{'AUC' if name == 'auc' else name} {of_period[name]:.4f}"))
+        shown = f"{of_period[name]:.4f}" if of_period[name] == of_period[name] else ONE_CLASS
+        lines.append((f"  period {period}", f"{'AUC' if name == 'auc' else name} {shown}"))
     return lines

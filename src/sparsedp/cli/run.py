@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from dp_accounting import SelfComposedDpEvent
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from sparsedp import concerns
 from sparsedp.accounting.epsilon import epsilon_of
 from sparsedp.audit.canaries import CanaryPlan
 from sparsedp.check import CheckReport, check
@@ -92,6 +94,8 @@ def run_training(
             if data is None:
                 data = processes.in_turns(lambda: load_with_progress(config, reporter))
             data = with_collate(config, data, processes)
+        if processes.is_first:
+            concerns.warn(concerns_of_labels(config, data), stacklevel=2)
         if canaries is not None:
             data = insert_canaries(config, data, canaries)
             reporter.say(f"Canaries: {canaries.insertions:,} examples inserted for an audit ({canaries.audit})")
@@ -179,6 +183,19 @@ def load_with_progress(config: Config, reporter: Reporter) -> Data:
     if summary is not None and summary.malformed:
         reporter.say(f"Left out: {summary.malformed:,} malformed lines, the first {summary.first[0]}")
     return data
+
+
+def concerns_of_labels(config: Config, data: Data) -> list[str]:
+    """What the labels of classes say about a run, if the data sets tell them."""
+    if config.loss not in ("binary_cross_entropy", "cross_entropy"):
+        return []
+    return concerns.of_labels(_labels_of(data.training), _labels_of(data.held_out))
+
+
+def _labels_of(part: Any) -> np.ndarray | None:
+    """Of a data set of ours, or of one whose last tensor they are."""
+    labels = part.tensors[-1].numpy() if isinstance(part, TensorDataset) else getattr(part, "labels", None)
+    return labels if isinstance(labels, np.ndarray) else None
 
 
 def _describe(prepared: Prepared, reporter: Reporter) -> None:

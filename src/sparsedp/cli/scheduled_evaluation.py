@@ -159,7 +159,11 @@ class ScheduledEvaluation:
 
 def _in_words(metrics: dict[str, Any]) -> str:
     """Of precision and recall at several k, those at 10: the file has them all."""
-    shown = {name: v for name, v in metrics.items() if isinstance(v, float) and name.rpartition("@")[2] in (name, "10")}
+    shown = {
+        name: v
+        for name, v in metrics.items()
+        if isinstance(v, float) and v == v and name.rpartition("@")[2] in (name, "10")
+    }
     return "  ".join(f"{name.replace('_', ' ')} {v:.4f}" for name, v in shown.items())
 
 

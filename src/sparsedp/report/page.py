@@ -21,7 +21,7 @@ from sparsedp.plan import PrivacyPlan
 from sparsedp.report import plain_words, who_may_read
 from sparsedp.report.chart import Chart, Series, chart, number
 from sparsedp.report.curves import Point, finite
-from sparsedp.report.metric_names import BASELINES, is_metric, metric_name
+from sparsedp.report.metric_names import BASELINES, ONE_CLASS, is_metric, metric_name
 from sparsedp.report.run_record import RunRecord
 from sparsedp.version import __version__
 
@@ -388,6 +388,8 @@ def _metrics(record: RunRecord) -> tuple[list[str], list[Row]]:
          *(number(finite(last.get(f"{prefix}_{name}"))) for prefix in others), metric_name(name)[1])
         for name in names
     ]  # fmt: skip
+    if "auc" in last and "auc" not in names:
+        rows.insert(0, (metric_name("auc")[0], ONE_CLASS, *("–" for _ in others), metric_name("auc")[1]))
     return ["metric", "this model", *(BASELINES[prefix] for prefix in others), ""], rows
 
 
