@@ -169,6 +169,63 @@ def test_the_batch_of_sequences_is_one_for_all_users(together: bool, batch: int)
     assert yaml.safe_load(Path("log.yaml").read_text())["training"]["batch_size"] == batch
 
 
+TABLE = [
+    "train",
+    "table",
+    *QUICK,
+    "--set",
+    "data.paths=log.csv",
+    "--set",
+    "data.label=y",
+    "--set",
+    "training.batch_size=16",
+]
+
+
+def write_days() -> None:
+    rows = [f"{i % 2},s{i % 7},2023-11-{14 + i // 100:02d} {i % 24:02d}:30:00" for i in range(400)]
+    Path("log.csv").write_text("y,site,when\n" + "\n".join(rows) + "\n")
+
+
+TIMES = [*TABLE, "--set", "data.categorical=[site]", "--set", "data.time=when", "--run-dir", "run"]
+
+
+@pytest.mark.parametrize(
+    ("every", "held_out", "message"),
+    [
+        ("day", "['2024-01-01']", "data.held_out: there are no rows in the day 2024-01-01; there are some from 2023-11-14 to 2023-11-17"),
+        ("hour", "['2023-11-14T23:00', '2024-01-01T05:00']", "in the hour 2024-01-01T05:00; there are some from 2023-11-14T00:00 to"),
+        ("week", "[2900, 2901]", "in the weeks 2025-07-31, 2025-08-07; there are some from 2023-11-09 to 2023-11-16"),
+    ],
+)  # fmt: skip
+def test_periods_that_are_not_there_are_named_by_their_dates(
+    every: str, held_out: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_days()
+    assert message in refused(capsys, *TIMES, "--set", f"data.every={every}", "--set", f"data.held_out={held_out}")
+
+
+def test_periods_of_time_are_shown_by_their_dates(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    write_days()
+    options = [option for option in TIMES if option not in ("--quiet", "--json")]
+    stream = ["--set", "stream={composition: parallel, evaluate_next: true}", "--set", "data.every=day"]
+    early = refused(capsys, *options, *stream, "--set", "data.held_out=['2023-11-15']")
+    assert "period 2023-11-15 is held out, and the stream trains on periods up to 2023-11-17" in early
+    assert "data.held_out=['2023-11-17']" in early
+    held_out = ["--set", "data.held_out=['2023-11-16', '2023-11-17']"]
+    assert main([*options, *stream, *held_out]) == 0
+    said = "".join(capsys.readouterr())
+    assert "Stream: periods 2023-11-14 to 2023-11-15" in said and "period 2023-11-15  loss" in said
+    assert "Period 2023-11-15, before training on it" in said
+    assert "period 2023-11-17" in said and "period 196" not in said
+    assert main(["report", "run", "--quiet"]) == 0
+    page = Path("run/private/report.html").read_text()
+    assert "2023-11-16" in page and "2023-11-15, before training on it" in page
+
+
 def test_users_of_a_table_can_be_named_and_yes_and_no_are_a_label(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"{i},k{i % 40},u{i % 3},{'Yes' if i % 3 else 'no'},g{i % 4}" for i in range(120)]
     Path("log.csv").write_text("nr,Kundin,user,geklickt?,ad\n" + "\n".join(rows) + "\n")
@@ -353,19 +410,6 @@ def test_init_refuses(
         Path("a.csv").write_text(content)
     assert message in refused(capsys, "init", "a.csv", *options)
     assert not Path("a.yaml").exists()
-
-
-TABLE = [
-    "train",
-    "table",
-    *QUICK,
-    "--set",
-    "data.paths=log.csv",
-    "--set",
-    "data.label=y",
-    "--set",
-    "training.batch_size=16",
-]
 
 
 def write_log() -> None:

@@ -217,7 +217,7 @@ def _describe(prepared: Prepared, reporter: Reporter) -> None:
     elif plan.validation == "public":
         reporter.say("Early stopping: half of the held-out data is looked at as public, and nobody in it is protected")
     if (stream := prepared.loader.stream) is not None:
-        first, last = int(stream.periods.min()), int(stream.periods.max())
+        first, last = stream.period_name(stream.periods.min()), stream.period_name(stream.periods.max())
         reporter.say(
             f"Stream: periods {first} to {last}, {stream.span} at a time; the {len(stream.spans)} spans compose in "
             f"{'parallel' if stream.composition == 'parallel' else 'sequence'}"

@@ -148,11 +148,17 @@ class ScheduledEvaluation:
         assert loader.stream is not None
         indices = loader.stream.spans[span]
         part = Subset(data.training, indices.tolist())
-        periods = loader.stream.periods[indices]
-        metrics = evaluate_on(self.config, self.parts.model, self.parts.loss, part, data.collate, periods)
+        periods, every = loader.stream.periods[indices], loader.stream.every
+        metrics = evaluate_on(self.config, self.parts.model, self.parts.loss, part, data.collate, periods, every=every)
         epsilon = self.parts.engine.get_epsilon(self.parts.delta)
         for period, values in metrics["periods"].items():
-            row = {"kind": "evaluation", "step": self.step, "period": int(period), **values, "epsilon": epsilon}
+            row = {
+                "kind": "evaluation",
+                "step": self.step,
+                "period": period if every else int(period),
+                **values,
+                "epsilon": epsilon,
+            }
             self.folder.log(row)
             self.reporter.say(f"Period {period}, before training on it, after step {self.step}: {_in_words(values)}")
 

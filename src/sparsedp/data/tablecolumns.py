@@ -16,9 +16,9 @@ from sparsedp.data.codes import MISSING, Form, codes_of
 from sparsedp.data.tablefiles import DICTIONARY, LABEL, PERIOD, TIME, USER, Piece
 from sparsedp.data.tableschema import NumericColumn, SequenceColumn, TableSchema, TextColumn
 from sparsedp.data.vocabulary import ColumnVocabulary, HashedColumn, ValueCounter
+from sparsedp.sampling.periods import SECONDS
 
 MISSING_INTEGER = -(2**31)  # how a missing whole number is stored
-SECONDS = {"hour": 3600, "day": 86_400, "week": 604_800}
 NEITHER = "is neither 0 nor 1"
 IN_NO_LIST = "is neither in data.positive nor in data.negative"
 _MISSING_TEXTS = {"", "na", "n/a", "nan", "null", "none", "\\n", "?", "-", "#n/a"}

@@ -9,9 +9,9 @@ from sparsedp.data.codes import Form
 from sparsedp.data.tablefiles import LABEL, PERIOD, TIME, USER, Wanted
 from sparsedp.data.vocabulary import ColumnVocabulary, HashVocabulary, Vocabulary
 from sparsedp.errors import ConfigError
+from sparsedp.sampling.periods import Every
 
 Transform = Literal["log", "none", "scale", "buckets", "whole"]
-Every = Literal["hour", "day", "week"]
 _HASHED = HashVocabulary()
 
 
