@@ -257,6 +257,13 @@ def test_pairs_of_texts_with_named_classes(capsys: pytest.CaptureFixture[str]) -
     assert statement["unit"] == "user" and any("guessed" in line for line in statement["not_covered"])
 
 
+def test_a_file_without_words_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("log.csv").write_text("y,site\n" + "".join(f"{i % 2},s{i % 9}\n" for i in range(100)))
+    said = refused(capsys, "init", "--text", "log.csv")
+    assert "--text: no column of log.csv is written in words; the columns are y, site" in said
+    assert not Path("log.yaml").exists()
+
+
 def test_texts_beside_other_columns_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["good film", "bad film indeed", "so so"]
     lines = [f"{words[i % 3]}\tc{i % 4}\t{i % 2}" for i in range(100)]
@@ -456,6 +463,7 @@ def test_the_statement_tells_what_was_counted(columns: str, private: bool, capsy
         (["data.categorical=[site]", "data.user=site"], "the user column 'site' is read as something else"),
         (["data.categorical=[sites]"], "lacks the columns sites; it has y, site, age. Did you mean 'site'?"),
         (["data.categorical=[site]", "data.label=yy"], "lacks the columns yy"),
+        (["data.categorical=[site]", "data.label=sites"], "Did you mean 'site'? If that line is a row"),
         (
             ["data.categorical=[site]", "data.held_out=['2026-01-01']"],
             "data.held_out: dates are held out where data.time",
@@ -551,6 +559,17 @@ def test_the_json_schema_is_printed(capsys: pytest.CaptureFixture[str], schema: 
         jsonschema.Draft202012Validator.check_schema(schema)
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == schema
+
+
+def test_the_json_schema_describes_keys_as_the_bundled_configurations_do(schema: dict[str, Any]) -> None:
+    kinds = schema["$defs"]
+    assert not [kind["description"] for kind in kinds.values() if re.match(r"\w+\(", kind.get("description", ""))]
+    of_privacy, of_table = (kinds[name]["properties"] for name in ("PrivacyConfig", "TableData"))
+    assert of_privacy["max_grad_norm"]["description"] == "every unit's gradient is clipped to this norm"
+    assert of_table["negative"]["description"].startswith("these do, as in [no]")
+    assert "description" not in kinds["TextData"]["properties"]["held_out"] or (
+        kinds["TextData"]["properties"]["held_out"] != of_table["held_out"]
+    )
 
 
 @pytest.mark.parametrize("name", bundled_names())

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sparsedp
 from sparsedp.cli.main import main
+from sparsedp.cli.result import metric_lines
 from sparsedp.errors import ConfigError, DataError, NonFiniteGradientError, UnsupportedError
 from words import write_reviews
 
@@ -206,6 +207,26 @@ class TestARunThatDivergedIsAFailureAndItsModelIsKept:
         )
         rows = [json.loads(line) for line in (tmp_path / "run" / "private" / "metrics.jsonl").read_text().splitlines()]
         assert [row["step"] for row in rows if row["kind"] == "evaluation"] == [10, 20], "it was not evaluated again"
+
+
+def test_a_run_that_diverged_is_said_to_have_by_export_and_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diverges(tmp_path, capsys, "optimizer.lr=1e18", mechanism="eana")
+    run = str(tmp_path / "run")
+    assert main(["export", run, "--to", str(tmp_path / "out"), "--without-guarantee"]) == 0
+    output = capsys.readouterr()
+    assert "warning: training has diverged, and this model is of no use: " in output.err and "Copied to" in output.out
+    assert not [path for path in (tmp_path / "out").iterdir() if b"diverged" in path.read_bytes()]
+    assert main(["report", run, run, "--out", str(tmp_path / "both.html"), "--quiet"]) == 0
+    page = (tmp_path / "both.html").read_text()
+    assert "diverged: the model is of no use" in page and ">finished<" not in page
+
+
+def test_metrics_that_are_very_large_are_short() -> None:
+    lines = dict(metric_lines({"auc": 0.51234, "log_loss": 3.4871e35, "loss": 12345.678}, None))
+    assert lines["log loss, held out"] == "3.49e+35" and lines["loss, held out"] == "12345.6780"
+    assert lines["AUC, held out"].startswith("0.5123 (0.5 for guessing")
 
 
 def test_sound_runs_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

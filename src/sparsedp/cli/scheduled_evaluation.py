@@ -13,7 +13,7 @@ from sparsedp.cli.config.config import Config
 from sparsedp.cli.evaluation import evaluate, evaluate_on, refuse_diverged
 from sparsedp.cli.prepare import Prepared
 from sparsedp.cli.progress import Reporter, evaluation_progress
-from sparsedp.cli.result import FAILED
+from sparsedp.cli.result import FAILED, decimals
 from sparsedp.cli.runfolder import RunFolder
 from sparsedp.cli.signals import StopRequests
 from sparsedp.errors import DivergedError, RankLostError, one_line
@@ -170,7 +170,7 @@ def _in_words(metrics: dict[str, Any]) -> str:
         for name, v in metrics.items()
         if isinstance(v, float) and v == v and name.rpartition("@")[2] in (name, "10")
     }
-    return "  ".join(f"{name.replace('_', ' ')} {v:.4f}" for name, v in shown.items())
+    return "  ".join(f"{name.replace('_', ' ')} {decimals(v)}" for name, v in shown.items())
 
 
 def _not_finite(parts: Prepared) -> str | None:

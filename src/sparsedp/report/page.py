@@ -150,6 +150,8 @@ def _status(record: RunRecord) -> tuple[str, str]:
         of = "" if record.planned_steps is None else f" of {record.planned_steps:,}"
         taken = f" after step {record.steps:,}{of}" if record.private else ""
         return "bad", f"not finished{taken}"
+    if record.result.get("diverged"):
+        return "bad", "diverged: the model is of no use"
     if math.isinf(plain_words.epsilon_of(record.statement)):
         return "bad", "no guarantee"
     if plain_words.is_seeded(record.statement, record.plan):

@@ -85,6 +85,11 @@ def run(args: argparse.Namespace) -> int:
         text = _text_config(args.file, guesses, sample)
     else:
         guesses = guess_table(sample, args.label, text=args.text, named=named)
+        if args.text and not any(guess.kind == "text" for guess in guesses):
+            raise ConfigError(
+                f"--text: no column of {path.name} is written in words; the columns are {', '.join(sample.names)}. Without "
+                "--text they are read as what they look like"
+            )
         text = _table_config(args.file, guesses, sample)
     print(f"{path.name}: {len(sample.rows)} {'rows' if sample.complete else 'rows, the first ones,'} looked at")
     width = max(len(guess.name) for guess in guesses)
