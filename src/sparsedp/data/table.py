@@ -203,7 +203,7 @@ class TableDataset(Dataset[Item]):
                 first, last = (period_name(there[i], self.every) for i in (0, -1))
                 what = f"{self.every or 'period'}{'s' if len(absent) > 1 else ''}"
                 raise ConfigError(
-                    f"held_out: there are no rows in the {what} {', '.join(absent)}; there are some from {first} to {last}"
+                    f"split: there are no rows in the {what} {', '.join(absent)}; there are some from {first} to {last}"
                 )
             out = np.isin(self.periods, chosen)
         else:
