@@ -138,11 +138,12 @@ def count_lost(guesses: Iterable[Guess], columns: Mapping[str, list[Any]], rows:
         missing = rows - len(columns[guess.name])
         if guess.kind == "time":
             missing += sum(time_of_text(str(value)) is None for value in columns[guess.name])
-        if guess.kind in ("label", "user", "item", "time"):
+        needed = guess.kind in ("label", "user", "item", "time")  # of a column to learn from, a value may be missing
+        if needed:
             guess.lost += missing
         if guess.lost:
             rows_have = "1 row has" if guess.lost == 1 else f"{guess.lost:,} rows have"
-            guess.why += f"; {rows_have} another value or none, and will be left out"
+            guess.why += f"; {rows_have} another value{' or none' if needed else ''}, and will be left out"
 
 
 def require_columns(columns: Mapping[str, Any], named: Mapping[Kind, str]) -> None:

@@ -89,17 +89,19 @@ def dump_config(config: Config | dict[str, Any]) -> str:
 
 
 @functools.cache
-def _comments() -> dict[tuple[str, str | None], str]:
-    """What the bundled configurations say about keys, by their paths and the `kind` of the section that they are in."""
-    found: dict[tuple[str, str | None], str] = {}
+def _comments() -> dict[tuple[str, str | None], str | None]:
+    """What the bundled configurations say about keys, by their paths and the `kind` of the section that they are in.
+
+    The first one that has a key decides, the demo before all others: a later one may speak of its own case.
+    """
+    found: dict[tuple[str, str | None], str | None] = {}
     for name in ("demo", *bundled_names()):
         text = (BUNDLED / f"{name}.yaml").read_text()
         values = yaml.safe_load(text)
         for _, path, comment in _key_lines(text):
-            if comment:
-                section = values.get(path.partition(".")[0])
-                kind = section.get("kind") if isinstance(section, dict) and path.count(".") == 1 else None
-                found.setdefault((path, kind), comment)
+            section = values.get(path.partition(".")[0])
+            kind = section.get("kind") if isinstance(section, dict) and path.count(".") == 1 else None
+            found.setdefault((path, kind), comment)
     return found
 
 
