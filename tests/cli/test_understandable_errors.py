@@ -63,6 +63,7 @@ CHANGES = {
     "negative id": lambda ids, labels: (at(ids, 3, -1), labels),
     "NaN label": lambda ids, labels: (ids, at(labels, 5, float("nan"))),
     "empty": lambda ids, labels: (ids[:0], labels[:0]),
+    "one class": lambda ids, labels: (ids, torch.ones_like(labels)),
 }
 """
 
@@ -227,6 +228,29 @@ def test_metrics_that_are_very_large_are_short() -> None:
     lines = dict(metric_lines({"auc": 0.51234, "log_loss": 3.4871e35, "loss": 12345.678}, None))
     assert lines["log loss, held out"] == "3.49e+35" and lines["loss, held out"] == "12345.6780"
     assert lines["AUC, held out"].startswith("0.5123 (0.5 for guessing")
+
+
+@pytest.mark.filterwarnings("always::sparsedp.UtilityWarning")
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("training one class", "All labels to train on are 1: "),
+        ("held one class", "All held-out labels are 1: there is no AUC"),
+    ],
+)
+def test_labels_of_one_class_in_tensors_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str, message: str
+) -> None:
+    with pytest.raises(AssertionError):  # there is no error
+        train(tmp_path, capsys, f"data.options.case={case}")
+    warnings = [
+        json.loads(line)["message"]
+        for line in (tmp_path / "run" / "private" / "metrics.jsonl").read_text().splitlines()
+        if '"warning"' in line
+    ]
+    assert [text for text in warnings if text.startswith(message)] and not [
+        text for text in warnings if text.startswith("All") and not text.startswith(message)
+    ]
 
 
 def test_sound_runs_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
