@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+import torch
 
 from documentation import DOCS
 
@@ -101,6 +102,30 @@ def is_installed(package: str) -> bool:
 def source_of(module: str) -> str:
     """Of an integration with a package that is not installed here."""
     return (ROOT / "src" / Path(*module.split("."))).with_suffix(".py").read_text()
+
+
+class ModelOfReadme(torch.nn.Module):
+    """What README.md calls MyModel: a mix of tables and dense layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.site, self.ad = torch.nn.Embedding(50, 4), torch.nn.Embedding(30, 4)
+        self.out = torch.nn.Linear(8, 1)
+
+    def forward(self, site: torch.Tensor, ad: torch.Tensor) -> torch.Tensor:
+        return self.out(torch.cat([self.site(site), self.ad(ad)], 1)).squeeze(1)
+
+
+@pytest.mark.filterwarnings("ignore::sparsedp.SparseDPWarning")  # the delta of the README is for more data
+def test_the_loop_of_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    section = (ROOT / "README.md").read_text().split("## Your own model\n")[1]
+    block = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert block is not None
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(rows, (4096,), generator=generator) for rows in (50, 30)]
+    dataset = torch.utils.data.TensorDataset(*ids, torch.rand(4096, generator=generator).round())
+    exec(compile(block[1], "README.md", "exec", dont_inherit=True), {"MyModel": ModelOfReadme, "dataset": dataset})
+    assert "Privacy statement: epsilon" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------ the reference and the tutorials

@@ -60,6 +60,30 @@ def of_plan(plan: PrivacyPlan) -> list[str]:
     return []
 
 
+def of_labels(training: np.ndarray | None, held_out: np.ndarray | None) -> list[str]:
+    """Labels that are all the same, which is private; None where labels are not known."""
+    concerns = []
+    if training is not None and (label := _only_value(training)) is not None:
+        concerns.append(
+            f"All labels to train on are {label}: the model can learn nothing but that. Look at what is read as the label, and "
+            "which of its values mean what."
+        )
+    if held_out is not None and (label := _only_value(held_out)) is not None:
+        concerns.append(
+            f"All held-out labels are {label}: there is no AUC, and no metric tells how well the model separates classes. Hold "
+            "out other rows, or more of them."
+        )
+    return concerns
+
+
+def _only_value(labels: np.ndarray) -> str | None:
+    """The value that all of several labels have, if it is one."""
+    if len(labels) < 2 or labels.ndim != 1 or labels.dtype.kind not in "biuf":
+        return None
+    low, high = labels.min(), labels.max()
+    return f"{low:g}" if low == high else None
+
+
 def of_prediction(plan: PrivacyPlan, prediction: Prediction, statistics: TouchStatistics) -> list[str]:
     """What a step is expected to do."""
     mechanism, noise = plan.mechanism, plan.noise_multiplier

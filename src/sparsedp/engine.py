@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from numbers import Real
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -26,7 +27,7 @@ from sparsedp.distributed import checkpoint as checkpoint_of_several
 from sparsedp.distributed.torchrec_optimizers import refuse_optimizers_of_torchrec
 from sparsedp.distributed.training import Together, together, unwrapped
 from sparsedp.distributed.whole_file import write_state_dict
-from sparsedp.errors import CheckpointError, SparseDPError, SparseDPWarning, UnsupportedError
+from sparsedp.errors import CheckpointError, ConfigError, SparseDPError, SparseDPWarning, UnsupportedError
 from sparsedp.fallback import fallback_tables
 from sparsedp.fused import replace_fused, restore_fused
 from sparsedp.kernels.threads import let_waiting_threads_sleep
@@ -129,6 +130,12 @@ class PrivacyEngine:
         clips without noise: no privacy, and the statement says so. `settings` are those of `sparsedp.settings`.
         `optimizer` may be a list of several, each with its own parameters: they become one.
         """
+        if isinstance(noise_multiplier, bool) or not isinstance(noise_multiplier, Real):
+            kind = "None" if noise_multiplier is None else f"a {type(noise_multiplier).__name__}"
+            raise ConfigError(
+                f"noise_multiplier must be a number of at least 0, such as 1.0, not {kind}: the noise decides what may be "
+                "promised. To have it found for an epsilon: make_private_with_epsilon(target_epsilon=...)."
+            )
         read, single = read_settings(settings, "make_private"), as_one(optimizer)
         with self._replaced(module, single, read[1]) as inner:
             if read[0].validation is not None and noise_multiplier > 0:

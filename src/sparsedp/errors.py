@@ -138,7 +138,17 @@ class ConfigError(SparseDPError):
 
 
 class DataError(SparseDPError):
-    """A data file is malformed beyond the stated tolerance."""
+    """A data file is malformed beyond the stated tolerance, or an example holds what the model or the loss does not take.
+
+    It is said in one line: where in the code it was noticed is behind it, and nothing is to be written differently there.
+    """
+
+    places: tuple[int, ...] = ()  # of the examples in their batch, where they are known; the first ones
+    places_of: int = 0  # how many examples that batch has
+
+    def __str__(self) -> str:
+        location = "" if self.refusal is None else self.refusal.location
+        return f"{self.message} {location}" if location else self.message
 
 
 def refuse_labels(labels: Any, error: RuntimeError) -> None:

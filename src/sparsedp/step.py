@@ -300,13 +300,14 @@ class PrivateStep:
         # Beyond this, a clip factor would be too small a number to be exact in float32.
         if not (total < LARGEST**2).all():
             infinite = [name for name, square in squares.items() if not (square < LARGEST**2).all()]
+            why = self._why_infinite(total, captured)
             raise NonFiniteGradientError(
                 f"The gradient of parameter '{(infinite or list(squares))[0]}', or an input that it is made of, is NaN or "
-                f"infinite, or larger than {LARGEST:g}, for some unit. The step was not taken. {self._why_infinite(total)}"
+                f"infinite, or larger than {LARGEST:g}, for some unit. The step was not taken. {why}"
             )
         return total.sqrt() * self._scale(captured)
 
-    def _why_infinite(self, squared_norms: Tensor) -> str:
+    def _why_infinite(self, squared_norms: Tensor, captured: Captured) -> str:
         """What a gradient that is not finite comes from: weights that have diverged, or the data of some units (B,)."""
         for name, parameter in self._held.items():
             weights = parameter.detach().as_subclass(Tensor)
@@ -317,9 +318,13 @@ class PrivateStep:
         if len(units) == len(squared_norms):
             return "It is so for every unit of the batch: lower the learning rate, or look at the loss function."
         named = ", ".join(map(str, units[:5])) + (", ..." if len(units) > 5 else "")
+        where = ""
+        if captured.owners is None and captured.places is not None and len(captured.places) == captured.units:
+            rows = ", ".join(str(captured.places[unit]) for unit in units[:5])
+            where = f" (in the data set: row(s) {rows}{', ...' if len(units) > 5 else ''})"
         return (
             f"It is so for {len(units)} of the batch's {len(squared_norms)} units, at place(s) {named}: "
-            "look for NaN, or for very large numbers, in their inputs and labels."
+            f"look for NaN, or for very large numbers, in their inputs and labels{where}."
         )
 
     def add_noise(self, gradient: NoisyGradient, step: int) -> None:

@@ -283,6 +283,13 @@ def test_a_mechanism_by_its_bare_name(minimal: Path) -> None:
     assert load_config(minimal, ["privacy.mechanism.k=7"]).privacy.make_mechanism() == FEST(k=7)
 
 
+def test_a_threshold_of_bundled_configurations_is_found_unless_it_is_that_of_the_demo() -> None:
+    """Which has to run in several processes, too, where data are not looked at."""
+    mechanisms = {name: load_config(name).privacy.mechanism for name in ("demo", "dlrm", "own_model")}
+    assert mechanisms["demo"]["threshold"] == 10.0
+    assert mechanisms["dlrm"] | {"threshold": "auto", "look_at": "data"} == mechanisms["dlrm"]
+
+
 @pytest.mark.parametrize("name", ["demo", "own_model", "stream"])
 def test_an_explained_configuration_is_the_same_configuration(name: str, tmp_path: Path) -> None:
     config = load_config(name, ["training.epochs=2"])

@@ -169,6 +169,63 @@ def test_the_batch_of_sequences_is_one_for_all_users(together: bool, batch: int)
     assert yaml.safe_load(Path("log.yaml").read_text())["training"]["batch_size"] == batch
 
 
+TABLE = [
+    "train",
+    "table",
+    *QUICK,
+    "--set",
+    "data.paths=log.csv",
+    "--set",
+    "data.label=y",
+    "--set",
+    "training.batch_size=16",
+]
+
+
+def write_days() -> None:
+    rows = [f"{i % 2},s{i % 7},2023-11-{14 + i // 100:02d} {i % 24:02d}:30:00" for i in range(400)]
+    Path("log.csv").write_text("y,site,when\n" + "\n".join(rows) + "\n")
+
+
+TIMES = [*TABLE, "--set", "data.categorical=[site]", "--set", "data.time=when", "--run-dir", "run"]
+
+
+@pytest.mark.parametrize(
+    ("every", "held_out", "message"),
+    [
+        ("day", "['2024-01-01']", "data.held_out: there are no rows in the day 2024-01-01; there are some from 2023-11-14 to 2023-11-17"),
+        ("hour", "['2023-11-14T23:00', '2024-01-01T05:00']", "in the hour 2024-01-01T05:00; there are some from 2023-11-14T00:00 to"),
+        ("week", "[2900, 2901]", "in the weeks 2025-07-31, 2025-08-07; there are some from 2023-11-09 to 2023-11-16"),
+    ],
+)  # fmt: skip
+def test_periods_that_are_not_there_are_named_by_their_dates(
+    every: str, held_out: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_days()
+    assert message in refused(capsys, *TIMES, "--set", f"data.every={every}", "--set", f"data.held_out={held_out}")
+
+
+def test_periods_of_time_are_shown_by_their_dates(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    write_days()
+    options = [option for option in TIMES if option not in ("--quiet", "--json")]
+    stream = ["--set", "stream={composition: parallel, evaluate_next: true}", "--set", "data.every=day"]
+    early = refused(capsys, *options, *stream, "--set", "data.held_out=['2023-11-15']")
+    assert "period 2023-11-15 is held out, and the stream trains on periods up to 2023-11-17" in early
+    assert "data.held_out=['2023-11-17']" in early
+    held_out = ["--set", "data.held_out=['2023-11-16', '2023-11-17']"]
+    assert main([*options, *stream, *held_out]) == 0
+    said = "".join(capsys.readouterr())
+    assert "Stream: periods 2023-11-14 to 2023-11-15" in said and "period 2023-11-15  loss" in said
+    assert "Period 2023-11-15, before training on it" in said
+    assert "period 2023-11-17" in said and "period 196" not in said
+    assert main(["report", "run", "--quiet"]) == 0
+    page = Path("run/private/report.html").read_text()
+    assert "2023-11-16" in page and "2023-11-15, before training on it" in page
+
+
 def test_users_of_a_table_can_be_named_and_yes_and_no_are_a_label(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"{i},k{i % 40},u{i % 3},{'Yes' if i % 3 else 'no'},g{i % 4}" for i in range(120)]
     Path("log.csv").write_text("nr,Kundin,user,geklickt?,ad\n" + "\n".join(rows) + "\n")
@@ -200,6 +257,13 @@ def test_pairs_of_texts_with_named_classes(capsys: pytest.CaptureFixture[str]) -
     assert statement["unit"] == "user" and any("guessed" in line for line in statement["not_covered"])
 
 
+def test_a_file_without_words_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("log.csv").write_text("y,site\n" + "".join(f"{i % 2},s{i % 9}\n" for i in range(100)))
+    said = refused(capsys, "init", "--text", "log.csv")
+    assert "--text: no column of log.csv is written in words; the columns are y, site" in said
+    assert not Path("log.yaml").exists()
+
+
 def test_texts_beside_other_columns_are_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["good film", "bad film indeed", "so so"]
     lines = [f"{words[i % 3]}\tc{i % 4}\t{i % 2}" for i in range(100)]
@@ -210,6 +274,118 @@ def test_texts_beside_other_columns_are_a_table(capsys: pytest.CaptureFixture[st
     assert "--label nothing: the columns are" in refused(
         capsys, "init", "--text", "--label", "nothing", "reviews.tsv", "--to", "b.yaml"
     )
+
+
+def write_labels(labels: list[str], name: str = "clicked") -> None:
+    rows = [f"{label},s{i % 9},{i % 40}.5" for i, label in enumerate(labels)]
+    Path("log.csv").write_text(f"{name},site,price\n" + "\n".join(rows) + "\n")
+
+
+@pytest.mark.parametrize("strange", ["7", "NA", "nan", "", "abc"])
+@pytest.mark.parametrize("options", [[], ["--label", "clicked"]])
+def test_one_strange_value_does_not_change_what_a_label_is(
+    strange: str, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_labels([str(i % 2) for i in range(499)] + [strange])
+    assert main(["init", "log.csv", *options]) == 0
+    said = capsys.readouterr().out
+    assert "its values are 0 and 1; 1 row has another value or none, and will be left out" in said
+    data = yaml.safe_load(Path("log.yaml").read_text())["data"]
+    assert data["max_malformed"] == 0.01 and "label_above" not in data and "positive" not in data
+
+
+def test_rows_with_a_strange_label_or_number_are_left_out_of_training(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"{i % 2},{i % 40}.5,s{i % 9}" for i in range(90)]
+    rows[4], rows[33] = "7,1.5,s1", "1,abc,s2"
+    Path("log.csv").write_text("clicked,price,site\n" + "\n".join(rows) + "\n")
+    assert main(["init", "log.csv"]) == 0
+    said = capsys.readouterr().out
+    assert "0 and 1; 1 row has another value or none, and will be left out" in said
+    assert "numbers; 1 row has another value, and will be left out" in said
+    data = yaml.safe_load(Path("log.yaml").read_text())["data"]
+    assert [*data["numeric"]] == ["price"] and data["max_malformed"] == 0.05
+    assert "/79" in train("log.yaml", capsys)["sampling"]  # 88 rows are left, of which 9 are held out
+
+
+@pytest.mark.parametrize(
+    ("labels", "name", "expected"),
+    [
+        (["yes", "no"] * 100 + ["mayhap"], "clicked", {"positive": ["yes"], "negative": ["no"], "max_malformed": 0.01}),
+        (["1", "2"] * 100 + ["900"], "group", {"positive": ["2"], "negative": ["1"], "max_malformed": 0.01}),
+        (["-1", "1"] * 100, "clicked", {"label_above": 0.0}),
+        (["none", "click"] * 100, "clicked", {"positive": ["click"], "negative": ["none"]}),
+        ([*"12345"] * 60 + ["9999"], "stars", {"label_above": 3.0}),
+        ([*"12345"] * 60 + ["good"], "stars", {"label_above": 3.0, "max_malformed": 0.01}),
+        (["0", "1"] * 100 + ["NA"] * 50, "clicked", {"max_malformed": 0.5}),
+        (["0", "1", "2"] * 100, "clicked", {"label_above": 1.0}),
+        ([f"{i}.25" for i in range(201)], "clicked", {"label_above": 100.25}),
+    ],
+)
+def test_labels_with_a_few_strange_values(labels: list[str], name: str, expected: dict[str, Any]) -> None:
+    write_labels(labels, name)
+    assert main(["init", "log.csv", "--label", name]) == 0
+    data = yaml.safe_load(Path("log.yaml").read_text())["data"]
+    keys = ("positive", "negative", "label_above", "max_malformed")
+    assert {key: data[key] for key in keys if key in data} == expected
+
+
+def test_numbers_of_which_none_occurs_often_are_a_label_for_whoever_names_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_labels([f"{i}.25" for i in range(200)], "target")
+    assert "no column looks like a label" in refused(capsys, "init", "log.csv")
+
+
+def test_rows_without_a_time_or_a_user_are_left_out_and_a_column_that_mostly_lacks_it_is_not_used(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [f"{i % 2},s{i % 7},2026-01-{1 + i % 28:02d},{'' if i % 5 else '2026-02-01'},u{i % 40}" for i in range(400)]
+    rows[7] = "1,s1,NA,,u3"
+    rows[8] = "1,s1,2026-01-02,,"
+    Path("log.csv").write_text("clicked,site,when,expires,user\n" + "\n".join(rows) + "\n")
+    assert main(["init", "log.csv"]) == 0
+    assert "too many rows have none" in capsys.readouterr().out
+    data = yaml.safe_load(Path("log.yaml").read_text())["data"]
+    assert (data["time"], data["user"], data["max_malformed"]) == ("when", "user", 0.01)
+    assert train("log.yaml", capsys)["unit"] == "user"
+
+
+def test_classes_of_texts_with_a_strange_label(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [f"{'7' if i == 9 else i % 2}\tgood film {i % 5}" for i in range(200)]
+    Path("reviews.tsv").write_text("label\treview\n" + "\n".join(lines) + "\n")
+    assert main(["init", "--text", "reviews.tsv"]) == 0
+    data = yaml.safe_load(Path("reviews.yaml").read_text())["data"]
+    assert (data["classes"], data["max_malformed"]) == (2, 0.01)
+    assert train("reviews.yaml", capsys)["unit"] == "example"
+
+
+@pytest.mark.filterwarnings("always::sparsedp.UtilityWarning")
+@pytest.mark.parametrize(
+    ("labels", "which"),
+    [(["0"] * 200, "both"), ([str(i % 2) for i in range(180)] + ["1"] * 20, "held out")],
+)
+def test_labels_of_one_class_are_noticed(
+    labels: list[str], which: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    write_labels(labels)
+    assert main(["init", "log.csv"]) == 0
+    assert main(["train", "log.yaml", *QUICK[:-2], "--run-dir", "run"]) == 0
+    output = capsys.readouterr()
+    training, held_out = "All labels to train on are 0: the model can learn nothing", "held-out labels are"
+    assert (training in output.err, f"{held_out} {labels[-1]}: there is no AUC" in output.err) == (
+        which == "both",
+        True,
+    )
+    assert "–: only one class is held out" in output.out and "nan" not in output.out
+    log = [json.loads(line) for line in Path("run/private/metrics.jsonl").read_text().splitlines()]
+    assert any(held_out in row["message"] for row in log if row["kind"] == "warning")
+    assert main(["report", "run", "--quiet"]) == 0
+    page = Path("run/private/report.html").read_text()
+    assert held_out in page and "–: only one class is held out" in page
+    assert main(["report", "run", "--public", "--quiet"]) == 0
+    released = [path.read_bytes() for path in Path("run/release").rglob("*") if path.is_file()]
+    assert not any(held_out.encode() in content for content in released)  # it is about private data
 
 
 def test_an_own_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -243,19 +419,6 @@ def test_init_refuses(
         Path("a.csv").write_text(content)
     assert message in refused(capsys, "init", "a.csv", *options)
     assert not Path("a.yaml").exists()
-
-
-TABLE = [
-    "train",
-    "table",
-    *QUICK,
-    "--set",
-    "data.paths=log.csv",
-    "--set",
-    "data.label=y",
-    "--set",
-    "training.batch_size=16",
-]
 
 
 def write_log() -> None:
@@ -302,6 +465,7 @@ def test_the_statement_tells_what_was_counted(columns: str, private: bool, capsy
         (["data.categorical=[site]", "data.user=site"], "the user column 'site' is read as something else"),
         (["data.categorical=[sites]"], "lacks the columns sites; it has y, site, age. Did you mean 'site'?"),
         (["data.categorical=[site]", "data.label=yy"], "lacks the columns yy"),
+        (["data.categorical=[site]", "data.label=sites"], "Did you mean 'site'? If that line is a row"),
         (
             ["data.categorical=[site]", "data.held_out=['2026-01-01']"],
             "data.held_out: dates are held out where data.time",
@@ -397,6 +561,17 @@ def test_the_json_schema_is_printed(capsys: pytest.CaptureFixture[str], schema: 
         jsonschema.Draft202012Validator.check_schema(schema)
     assert main(["schema"]) == 0
     assert json.loads(capsys.readouterr().out) == schema
+
+
+def test_the_json_schema_describes_keys_as_the_bundled_configurations_do(schema: dict[str, Any]) -> None:
+    kinds = schema["$defs"]
+    assert not [kind["description"] for kind in kinds.values() if re.match(r"\w+\(", kind.get("description", ""))]
+    of_privacy, of_table = (kinds[name]["properties"] for name in ("PrivacyConfig", "TableData"))
+    assert of_privacy["max_grad_norm"]["description"] == "every unit's gradient is clipped to this norm"
+    assert of_table["negative"]["description"].startswith("these do, as in [no]")
+    assert "description" not in kinds["TrainingConfig"]["properties"]["epochs"]  # stream.yaml's is about streams
+    of_text, of_sequences = (kinds[name]["properties"]["length"] for name in ("TextData", "SequencesData"))
+    assert of_text.get("description") != of_sequences.get("description")  # each its own
 
 
 @pytest.mark.parametrize("name", bundled_names())

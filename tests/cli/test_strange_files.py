@@ -103,7 +103,8 @@ def reviews(draw: random.Random) -> Iterator[list[Any]]:
     for i in range(8000):
         chosen = draw.choices(words, k=draw.randrange(20))
         text = " ".join(chosen) + ('\nsecond line, with "quotes"' if i % 50 == 0 else "")
-        yield [f"r{draw.randrange(2500)}", f"p{draw.randrange(900)}", draw.randint(1, 5), text, int("gut" in chosen)]
+        useful = {1000: "7", 2000: "NA"}.get(i, int("gut" in chosen))
+        yield [f"r{draw.randrange(2500)}", f"p{draw.randrange(900)}", draw.randint(1, 5), text, useful]
 
 
 def run(*arguments: str) -> None:
@@ -158,12 +159,13 @@ def test_ratings_with_names_of_another_language() -> None:
     assert statement["unit"] == "user" and "/1500" in statement["sampling"]
 
 
-def test_reviews_with_line_ends_in_their_texts() -> None:
+def test_reviews_with_line_ends_in_their_texts_and_strange_labels(capsys: pytest.CaptureFixture[str]) -> None:
     head = ["reviewer", "product code", "Bewertung", "Text der Rezension", "useful"]
     write("reviews.csv", head, reviews(random.Random(3)))
     run("init", "--text", "reviews.csv", "--user", "reviewer")
     config = yaml.safe_load(Path("reviews.yaml").read_text())
     assert [*config["data"]["text"]] == ["Text der Rezension"] and config["data"]["label"] == "useful"
+    assert "label_above" not in config["data"] and "2 rows have another value or none" in capsys.readouterr().out
     statement = afternoon("reviews.yaml", "--set=training.epochs=2")
     assert statement["unit"] == "user"
     texts = [path.read_text() for path in Path("run/private").glob("*.json*")]

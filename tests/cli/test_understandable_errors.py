@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import sparsedp
 from sparsedp.cli.main import main
+from sparsedp.cli.result import metric_lines
 from sparsedp.errors import ConfigError, DataError, NonFiniteGradientError, UnsupportedError
 from words import write_reviews
 
@@ -62,6 +63,7 @@ CHANGES = {
     "negative id": lambda ids, labels: (at(ids, 3, -1), labels),
     "NaN label": lambda ids, labels: (ids, at(labels, 5, float("nan"))),
     "empty": lambda ids, labels: (ids[:0], labels[:0]),
+    "one class": lambda ids, labels: (ids, torch.ones_like(labels)),
 }
 """
 
@@ -208,6 +210,49 @@ class TestARunThatDivergedIsAFailureAndItsModelIsKept:
         assert [row["step"] for row in rows if row["kind"] == "evaluation"] == [10, 20], "it was not evaluated again"
 
 
+def test_a_run_that_diverged_is_said_to_have_by_export_and_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    diverges(tmp_path, capsys, "optimizer.lr=1e18", mechanism="eana")
+    run = str(tmp_path / "run")
+    assert main(["export", run, "--to", str(tmp_path / "out"), "--without-guarantee"]) == 0
+    output = capsys.readouterr()
+    assert "warning: training has diverged, and this model is of no use: " in output.err and "Copied to" in output.out
+    assert not [path for path in (tmp_path / "out").iterdir() if b"diverged" in path.read_bytes()]
+    assert main(["report", run, run, "--out", str(tmp_path / "both.html"), "--quiet"]) == 0
+    page = (tmp_path / "both.html").read_text()
+    assert "diverged: the model is of no use" in page and ">finished<" not in page
+
+
+def test_metrics_that_are_very_large_are_short() -> None:
+    lines = dict(metric_lines({"auc": 0.51234, "log_loss": 3.4871e35, "loss": 12345.678}, None))
+    assert lines["log loss, held out"] == "3.49e+35" and lines["loss, held out"] == "12345.6780"
+    assert lines["AUC, held out"].startswith("0.5123 (0.5 for guessing")
+
+
+@pytest.mark.filterwarnings("always::sparsedp.UtilityWarning")
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("training one class", "All labels to train on are 1: "),
+        ("held one class", "All held-out labels are 1: there is no AUC"),
+    ],
+)
+def test_labels_of_one_class_in_tensors_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, case: str, message: str
+) -> None:
+    with pytest.raises(AssertionError):  # there is no error
+        train(tmp_path, capsys, f"data.options.case={case}")
+    warnings = [
+        json.loads(line)["message"]
+        for line in (tmp_path / "run" / "private" / "metrics.jsonl").read_text().splitlines()
+        if '"warning"' in line
+    ]
+    assert [text for text in warnings if text.startswith(message)] and not [
+        text for text in warnings if text.startswith("All") and not text.startswith(message)
+    ]
+
+
 def test_sound_runs_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for case in ("ok", "nothing"):
         folder = tmp_path / case
@@ -285,10 +330,16 @@ class TestInPython:
     [
         ({"max_grad_norm": None}, ConfigError, r"max_grad_norm must be a number above 0, such as 1\.0, not None"),
         ({"max_grad_norm": "1"}, ConfigError, "not a str"),
+        (
+            {"noise_multiplier": None},
+            ConfigError,
+            r"noise_multiplier must be a number of at least 0, such as 1\.0, not None",
+        ),
+        ({"noise_multiplier": "1"}, ConfigError, "not a str"),
         ({"ids": []}, UnsupportedError, "The data set is empty"),
         ({"stream": [0, 0, 0, 1]}, UnsupportedError, "period"),
     ],
-    ids=["no clip", "a clip that is a text", "empty", "a period for too many"],
+    ids=["no clip", "a clip that is a text", "no noise", "noise that is a text", "empty", "a period for too many"],
 )
 def test_settings_and_sets(settings: dict[str, Any], error: type[Exception], message: str) -> None:
     ids = torch.tensor(settings.pop("ids", [1, 2]), dtype=torch.int64)
@@ -297,6 +348,54 @@ def test_settings_and_sets(settings: dict[str, Any], error: type[Exception], mes
     with pytest.raises(error, match=message) as raised:
         one_step(ids, **settings)
     assert "\n" not in str(raised.value)
+
+
+def loop_over_shuffled_data(ids: torch.Tensor, labels: torch.Tensor, **settings: Any) -> None:
+    module = Scores()
+    module, optimizer, loader = sparsedp.PrivacyEngine(seed=0).make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(ids, ids.long()[:, None] % 10, labels), batch_size=8, shuffle=True),
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        mechanism=sparsedp.EANA(),
+        **settings,
+    )
+    for _ in range(4):  # a row is not in every epoch
+        for x, bags, y in loader:
+            optimizer.zero_grad()
+            binary_cross_entropy_with_logits(module(x, bags), y).backward()
+            optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore::sparsedp.SparseDPWarning")  # that a loop ended early
+@pytest.mark.parametrize("settings", [{}, {"poisson_sampling": False}, {"max_physical_batch": 3}], ids=str)
+def test_an_error_of_a_batch_is_one_line_with_the_row_of_the_data_set(settings: dict[str, Any]) -> None:
+    ids, labels = torch.arange(40) % 10, torch.rand(40).round()
+    ids[17] = 12
+    with pytest.raises(
+        DataError, match=r"was asked for row 12 \(at place \d+ of the batch's ids\).* row 17\. \(.*\.py:\d+\)$"
+    ) as raised:
+        loop_over_shuffled_data(ids, labels, **settings)
+    assert "\n" not in str(raised.value)
+    labels[23] = float("nan")
+    with pytest.raises(NonFiniteGradientError, match=r"at place\(s\) \d+: .* \(in the data set: row\(s\) 23\)") as nan:
+        loop_over_shuffled_data(torch.arange(40) % 10, labels, **settings)
+    assert "\n" not in str(nan.value)
+
+
+def test_ids_that_are_no_whole_numbers_are_one_line_without_a_risk() -> None:
+    with pytest.raises(DataError) as raised:
+        loop_over_shuffled_data(torch.rand(40), torch.rand(40).round())
+    assert re.search(r"ids of type float32; .*ids.long\(\).*\(.*\.py:\d+\)$", str(raised.value))
+    assert "\n" not in str(raised.value) and raised.value.refusal is not None and not raised.value.refusal.risk
+
+
+def test_rows_of_users_are_named_where_their_examples_are_known() -> None:
+    ids, users = torch.arange(40) % 10, torch.arange(40) // 2
+    ids[17] = 12
+    with pytest.raises(DataError, match=r"In the data set: row 17\."):
+        loop_over_shuffled_data(ids, torch.rand(40), unit="user", users=users)
 
 
 def test_periods_may_be_a_tensor() -> None:

@@ -423,6 +423,18 @@ def test_labels_that_mean_one(tmp_path: Path) -> None:
         open_table(write(tmp_path / "gap.csv", "a,y\np,yes\nq,\n"), TableSchema("y", columns, positive=("yes",)))
 
 
+def test_labels_that_mean_neither_one_nor_zero_are_malformed(tmp_path: Path) -> None:
+    path = write(tmp_path / "log.csv", "a,y\np,yes\nq,no\nr,perhaps\n")
+    schema = TableSchema("y", (CategoricalColumn("a"),), positive=("yes",), negative=("no",))
+    with pytest.raises(DataError, match=r"line 4: y is neither in data\.positive nor in data\.negative"):
+        open_table(path, schema)
+    assert open_table(path, schema, max_malformed=0.5).labels.tolist() == [1, 0]
+    with pytest.raises(ConfigError, match=r"\(positive\) beside those that mean 0"):
+        dataclasses.replace(schema, positive=())
+    with pytest.raises(ConfigError, match="the label 'yes' means 1"):
+        dataclasses.replace(schema, negative=("no", "yes"))
+
+
 def test_malformed_lines_of_every_kind(tmp_path: Path) -> None:
     lines = [
         "1,a,3.5,x,t,anna,2026-03-01",

@@ -84,6 +84,39 @@ def test_it_fits_the_window_and_no_label_lies_on_another(
     assert wide <= width
 
 
+LEGENDS = """
+[...document.querySelectorAll("details")].map((d) => d.open = true);
+return [...document.querySelectorAll(".legend")].map((legend) => {
+  const figure = legend.closest("figure"), area = figure.querySelector(".area").getBoundingClientRect();
+  const l = legend.getBoundingClientRect(), f = figure.getBoundingClientRect();
+  const series = JSON.parse(figure.querySelector("script").textContent).series;
+  const ends = series.map((s) => [s.at.filter((y) => y !== null).pop(), s.name]).sort((a, b) => b[0] - a[0]);
+  const tops = [...legend.children].map((c) => c.getBoundingClientRect().top);
+  const ascending = tops.every((top, i) => !i || top > tops[i - 1]);
+  return {right: l.left - area.right, above: area.top - l.bottom, level: l.top < area.bottom && area.top < l.bottom,
+    out: l.right - f.right, width: area.width, ascending, names: [...legend.children].map((c) => c.textContent.trim()), ends: ends};
+});
+"""
+
+
+@pytest.mark.parametrize("width", [320, 390, 1280, 2000])
+@pytest.mark.parametrize("name", ["one", "many"])
+def test_names_stand_beside_the_ends_of_lines_and_on_a_phone_above_them(
+    tab: Browser, pages: dict[str, Path], name: str, width: int
+) -> None:
+    tab.open(pages[name], width)
+    legends = tab.run(LEGENDS)
+    assert len(legends) > 1
+    for legend in legends:
+        assert legend["out"] <= 0.5 and legend["width"] > 180
+        if width < 600:
+            assert legend["above"] >= 0
+        else:
+            assert legend["right"] >= 0 and legend["level"] and legend["ascending"]
+        place = {found: at for at, found in legend["ends"]}
+        assert [place[found] for found in legend["names"]] == [at for at, _ in legend["ends"]]
+
+
 def test_light_and_dark_and_text_that_can_be_read(tab: Browser, pages: dict[str, Path]) -> None:
     def luminance(color: str) -> float:
         parts = [int(part) / 255 for part in re.findall(r"\d+", color)[:3]]

@@ -325,3 +325,13 @@ def test_a_unit_in_every_span_moves_all_frequencies_by_no_more_than_was_paid_for
             counts_of("running", "sequential", (ids, x, y), PERIODS), counts_of("running", "sequential", more, periods)
         )
         assert [float((b - a).norm()) for a, b in each] == [1.0, 1.0, 1.0]
+
+
+def test_spans_have_the_names_of_dates_where_it_is_known_what_a_period_is() -> None:
+    days = Stream(np.array([19675, 19676, 19678]), composition="parallel", span=2, every="day")
+    assert days.names == ("periods 2023-11-14 to 2023-11-15", "period 2023-11-17")
+    assert Stream(np.array([472_213]), composition="parallel", every="hour").names == ("period 2023-11-14T13:00",)
+    assert Stream(np.array([2810]), composition="parallel", every="week").names == ("period 2023-11-09",)
+    assert Stream(np.array([2**31 - 1]), composition="parallel", every="week").names == (f"period {2**31 - 1}",)
+    with pytest.raises(ConfigError, match="every must be hour, day, week or None; got 'month'"):
+        Stream(np.array([1]), composition="parallel", every="month")  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 from torch import Tensor
 
 from sparsedp.capture.forward_pass import HasUnits
@@ -46,6 +47,7 @@ class Captured:
     kept: list[Kept] = field(default_factory=list)  # tensors that the uses share their memory with
     _grouped: Grouping | None = None
     terms: list[PublicTerm] = field(default_factory=list)  # of the loss, that depend on parameters alone
+    places: np.ndarray | None = None  # of the examples in the data set, where the loader knows them
 
     @staticmethod
     def of(
@@ -53,7 +55,7 @@ class Captured:
     ) -> Captured:
         """Of the `uses` of each parameter, in the order in which they came."""
         merged = {name: ParameterUses.of(parts).written_out() for name, parts in uses.items()}
-        return Captured(batch.units, merged, owners=batch.owners, kept=kept, terms=terms or [])
+        return Captured(batch.units, merged, owners=batch.owners, kept=kept, terms=terms or [], places=batch.places)
 
     @property
     def examples(self) -> int:

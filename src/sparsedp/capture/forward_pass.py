@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
-from sparsedp.errors import UnsupportedError
+from sparsedp.errors import DataError, UnsupportedError
 
 
 class HasUnits(Protocol):
@@ -31,6 +32,9 @@ class HasUnits(Protocol):
     @property
     def unit_axes(self) -> tuple[tuple[Tensor, int | None], ...]: ...  # tensors of the batch, and where their units are
 
+    @property
+    def places(self) -> np.ndarray | None: ...  # of the examples in the data set, where the loader knows them
+
 
 @dataclass(frozen=True, eq=False)
 class UnannouncedBatch:
@@ -41,6 +45,7 @@ class UnannouncedBatch:
     offsets: tuple[Tensor, ...] = ()
     constants: tuple[Tensor, ...] = ()
     unit_axes: tuple[tuple[Tensor, int | None], ...] = ()
+    places: np.ndarray | None = None
 
     @property
     def examples(self) -> int:
@@ -73,6 +78,14 @@ class ForwardPass:
         """For messages: ' in module ...', the innermost one that has a name."""
         name = next((name for name in reversed(self.modules) if name), "")
         return f" in module '{name}'" if name else ""
+
+    def rows_of(self, error: DataError) -> str:
+        """For messages: which rows of the data set the examples of an error are, with a blank before; '' if nobody knows."""
+        places = self.batch.places
+        if not error.places or places is None or not len(places) == error.places_of == self.units:
+            return ""
+        rows = ", ".join(str(places[place]) for place in error.places)
+        return f" In the data set: row{'s' if len(error.places) > 1 else ''} {rows}."
 
     def refuse(self, operation: str, names: str, reason: str, instead: str) -> UnsupportedError:
         """The error that says why an operation cannot use the parameters `names`, and what to do."""

@@ -40,8 +40,11 @@ def refuse_ids(table: str, rows: int, ids: Tensor, error: BaseException) -> None
     where = (
         f"at place{'s' if len(places) > 1 else ''} {', '.join(map(str, places[:_NAMED].tolist()))} of the batch's ids"
     )
-    raise DataError(
+    refused = DataError(
         f"Table {table} has rows 0 to {rows - 1}, and was asked for row{'s' if len(named) > 1 else ''} {numbers} ({where}"
         f"{', ...' if len(places) > _NAMED else ''}). Make the table as large as the largest id, plus one, or map ids that it "
         "does not have to a row that is kept for them."
-    ) from error
+    )
+    if not ids.is_nested:
+        refused.places, refused.places_of = tuple(places[:_NAMED].tolist()), len(values)
+    raise refused from error

@@ -21,7 +21,7 @@ from sparsedp.capture.places import Origin, Origins, Place, place_in_code
 from sparsedp.capture.tensors import KnownTensors
 from sparsedp.capture.trials import tensors_in, with_tensors
 from sparsedp.capture.units import VALID_POSITIONS, Mixed, UnitData
-from sparsedp.errors import Refusal, SparseDPError, UnitsMixedError, UnsupportedError
+from sparsedp.errors import DataError, Refusal, SparseDPError, UnitsMixedError, UnsupportedError
 
 _OPERANDS = 6  # that a message shows
 
@@ -42,6 +42,8 @@ class Refusals:
                 f"Operation '{name}'{self._current.where()} cannot be followed in this form: capture failed on it with "
                 f"{type(error).__name__}: {error}. Write it in another way, and please report it."
             )
+        if isinstance(error, DataError) and not error.is_located:
+            error.args = (error.message + self._current.rows_of(error),)
         if not error.is_located:
             operands = operands_of(args, kwargs)
             place = place_in_code()
@@ -145,6 +147,8 @@ def _at(place: Place | None) -> dict[str, Any]:
 
 def risk_of(error: SparseDPError) -> str:
     """Why something is refused, in one sentence."""
+    if isinstance(error, DataError):
+        return ""  # it is the data that are wrong
     if isinstance(error, UnitsMixedError) or re.search("mix (its units|the units)", error.message):
         return "A unit's gradient would depend on other units, so that clipping it bounds nothing."
     if "on parameter" in error.message:

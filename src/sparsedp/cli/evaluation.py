@@ -20,6 +20,7 @@ from sparsedp.cli.prepare import forward
 from sparsedp.data import HeldOutItems, auc, brier_score, calibration_error, calibration_ratio, class_scores, log_loss
 from sparsedp.data.ranking import Scorer, popularity_scorer, rank_held_out
 from sparsedp.errors import ConfigError, DataError, DivergedError, SparseDPError, one_line
+from sparsedp.sampling.periods import Every, period_name
 
 ExamplesDone = Callable[[int], None]  # called after each batch with how many examples it has
 TOP = 10  # the k of NDCG@k and HIT@k
@@ -50,7 +51,8 @@ def evaluate(
         return rank_items(config, model, data, data.held_out)
     collate = getattr(data.held_out, "collate", data.collate)
     periods = getattr(data.held_out, "periods", None)
-    return evaluate_on(config, model, loss, data.held_out, collate, periods, progress)
+    every = getattr(data.held_out, "every", None)
+    return evaluate_on(config, model, loss, data.held_out, collate, periods, progress, every=every)
 
 
 def rank_items(config: Config, model: nn.Module, data: Data, held_out: Any) -> dict[str, Any]:
@@ -86,8 +88,12 @@ def evaluate_on(
     periods: Any = None,
     progress: ExamplesDone = lambda count: None,
     part: str = "Held-out",
+    every: Every | None = None,
 ) -> dict[str, Any]:
-    """As `evaluate`, on any data set, which errors call `part`. `periods` holds the period of each of its examples."""
+    """As `evaluate`, on any data set, which errors call `part`.
+
+    `periods` holds the period of each of its examples, and `every` says what that is.
+    """
     if len(dataset) == 0:
         raise EvaluationError("The held-out data are empty.")
     if periods is None:
@@ -99,7 +105,9 @@ def evaluate_on(
         parts[int(period)] = _outputs(config, model, loss, of_period, collate, progress, part)
     return {
         **_metrics(list(parts.values())),
-        "periods": {str(period): {"examples": one.count, **_metrics([one])} for period, one in parts.items()},
+        "periods": {
+            period_name(period, every): {"examples": one.count, **_metrics([one])} for period, one in parts.items()
+        },
     }
 
 

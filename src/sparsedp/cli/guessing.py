@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -56,19 +56,26 @@ _POSITIVE = (
     "si",
     "sí",
 )
+_ONE = {"1", "1.0", "true"}
+_BINARY = [{"0", "1"}, {"true", "false"}, {"0.0", "1.0"}]
 _YES_OR_NO = [{"yes", "no"}, {"y", "n"}, {"t", "f"}, {"ja", "nein"}, {"oui", "non"}, {"si", "no"}, {"sí", "no"}]
 _FEW, _MANY, _COUNTED = 12, 1000, 20
+_STRANGE = 100  # one value in so many may be another kind of value than the rest, and at least one of _COUNTED
+_OFTEN = 50  # a value occurs often if one in so many is it
 _SEPARATORS = ("|", ";", ",", " ")
 
 
 @dataclass
 class Guess:
-    """A column as what, and why; `options` are those of its configuration."""
+    """A column as what, and why; `options` are those of its configuration. `lost` rows are left out because of it: nothing that
+    it is read as fits them.
+    """
 
     name: str
     kind: Kind
     why: str
     options: dict[str, Any] = field(default_factory=dict)
+    lost: int = 0
 
 
 @dataclass
@@ -116,12 +123,27 @@ def guess_table(
     chosen = _label({name: values for name, values in columns.items() if name not in named.values()}, label)
     found[chosen.name] = chosen
     _keep_one_of_each(found, named)
+    count_lost(found.values(), columns, len(sample.rows))
     if not any(guess.kind in ("categorical", "numeric", "sequence", "text") for guess in found.values()):
         raise ConfigError(
             f"no column but the label, {chosen.name}, looks like one to learn from: {_listed(list(found.values()))}. Write a "
             "configuration by hand: sparsedp train table --show-config explains its keys"
         )
     return list(found.values())
+
+
+def count_lost(guesses: Iterable[Guess], columns: Mapping[str, list[Any]], rows: int) -> None:
+    """Adds up, and says, how many rows are left out: those without a label, user or time, and those where nothing fits."""
+    for guess in guesses:
+        missing = rows - len(columns[guess.name])
+        if guess.kind == "time":
+            missing += sum(time_of_text(str(value)) is None for value in columns[guess.name])
+        needed = guess.kind in ("label", "user", "item", "time")  # of a column to learn from, a value may be missing
+        if needed:
+            guess.lost += missing
+        if guess.lost:
+            rows_have = "1 row has" if guess.lost == 1 else f"{guess.lost:,} rows have"
+            guess.why += f"; {rows_have} another value{' or none' if needed else ''}, and will be left out"
 
 
 def require_columns(columns: Mapping[str, Any], named: Mapping[Kind, str]) -> None:
@@ -176,18 +198,50 @@ def guess_texts(
     if classes is None or rest or not 1 <= len(texts) <= 2:
         return None
     many = classes if isinstance(classes, int) else len(classes)
-    found[chosen] = Guess(chosen, "label", f"{'you named it; ' if label else ''}{many} classes", {"classes": classes})
+    named_classes = list(map(str, range(classes))) if isinstance(classes, int) else classes
+    lost = sum(_class_of(value) not in named_classes for value in columns[chosen])
+    why = f"{'you named it; ' if label else ''}{many} classes"
+    found[chosen] = Guess(chosen, "label", why, {"classes": classes}, lost)
+    count_lost(found.values(), columns, len(sample.rows))
     return list(found.values())
 
 
 def _classes(values: list[Any]) -> int | list[str] | None:
-    """How many classes, if labels are whole numbers from 0; their names; None if these are too many or too few."""
-    texts = {str(value).strip() for value in values}
-    if not 2 <= len(texts) <= _FEW:
-        return None
-    if all(text.isdecimal() for text in texts) and (most := max(map(int, texts))) < _FEW:
-        return max(2, most + 1)
-    return sorted(texts)
+    """How many classes, if labels are whole numbers from 0; their names; None if these are too many or too few.
+
+    Of numbers, a few that are none and a few that stand above a gap are no classes.
+    """
+    texts = Counter(_class_of(value) for value in values)
+    missing = [text for text in texts if is_missing(text)]
+    numbers = {int(text): count for text, count in texts.items() if text.isdecimal()}
+    few = _strays(texts.total())
+    strange = sum(count for text, count in texts.items() if not text.isdecimal() and text not in missing)
+    if len(numbers) > 1 and strange <= few:
+        known = sorted(numbers)
+        gap = next((i for i in range(2, len(known)) if known[i] > known[i - 1] + 1), len(known))
+        if strange + sum(numbers[number] for number in known[gap:]) <= few:
+            known = known[:gap]
+        if known[-1] < _FEW:
+            return known[-1] + 1
+    if sum(texts[text] for text in missing) <= few:
+        texts = Counter({text: count for text, count in texts.items() if text not in missing})
+    return sorted(texts) if 2 <= len(texts) <= _FEW else None
+
+
+def _class_of(value: Any) -> str:
+    """As the reader spells it: a whole number alike, whether its type is integer or floating."""
+    return str(int(value) if isinstance(value, float) and value.is_integer() else value).strip()
+
+
+def _present(values: list[Any]) -> list[Any]:
+    """Those that do not stand for a missing one, unless they are half of what there is, as in "none" and "click"."""
+    present = [value for value in values if not is_missing(str(value))]
+    return present if len(set(map(str, present))) != 1 or len(set(map(str, values))) > 2 else values
+
+
+def _strays(values: int) -> int:
+    """How many of so many values may be another kind than the rest."""
+    return max(1, values // _STRANGE) if values >= _COUNTED else 0
 
 
 def guess_actions(sample: Sample, named: Mapping[Kind, str] = MappingProxyType({})) -> dict[str, Guess]:
@@ -214,6 +268,7 @@ def guess_actions(sample: Sample, named: Mapping[Kind, str] = MappingProxyType({
         found["time"] = Guess(named["time"], "time", "you named it")
     elif times:
         found["time"] = Guess(times[0], "time", "its values are dates or seconds, and its name says so")
+    count_lost(found.values(), columns, len(sample.rows))
     return found
 
 
@@ -221,16 +276,18 @@ def _label(columns: dict[str, list[Any]], wanted: str | None) -> Guess:
     if wanted is not None:
         if wanted not in columns:
             raise ConfigError(f"--label {wanted}: the columns are {', '.join(columns)}{suggestion(wanted, columns)}")
-        guess = _as_label(wanted, columns[wanted])
+        guess = _as_label(wanted, columns[wanted], named=True)
         if guess is None:
             raise ConfigError(f"--label {wanted}: its values are neither two texts nor numbers, so that none means 1")
-        return Guess(wanted, "label", f"you named it; {guess.why}", guess.options)
+        guess.why = f"you named it; {guess.why}"
+        return guess
     named = [name for name in columns if _plain(name) in map(_plain, _LABELS)]
     rated = [name for name in columns if _plain(name) in _RATINGS]
-    texts = {name: {str(value).strip().lower() for value in values} for name, values in columns.items()}
-    binary = [name for name in columns if texts[name] in _binary_sets()]
-    binary += [name for name in columns if texts[name] in _YES_OR_NO]
-    for name in (*named, *binary, *rated):
+    texts = {name: Counter(str(value).strip().lower() for value in _present(columns[name])) for name in columns}
+    binary = [name for name in columns if set(texts[name]) in _BINARY]
+    binary += [name for name in columns if set(texts[name]) in _YES_OR_NO]
+    nearly = [name for name in columns if _is_nearly_binary(texts[name])]
+    for name in (*named, *binary, *rated, *nearly):
         guess = _as_label(name, columns[name])
         if guess is not None:
             return guess
@@ -240,26 +297,53 @@ def _label(columns: dict[str, list[Any]], wanted: str | None) -> Guess:
     )
 
 
-def _binary_sets() -> list[set[str]]:
-    return [{"0", "1"}, {"true", "false"}, {"0.0", "1.0"}]
+def _is_nearly_binary(texts: Counter[str]) -> bool:
+    """Whether all values but a few are 0 and 1, or yes and no. More than one value in a hundred is each of them."""
+    often = {text for text, count in texts.items() if count > _strays(texts.total())}
+    strange = sum(count for text, count in texts.items() if text not in often)
+    return strange <= _strays(texts.total()) and (often in _BINARY or often in _YES_OR_NO)
 
 
-def _as_label(name: str, values: list[Any]) -> Guess | None:
-    """As 0 and 1; as two texts, one of which means 1; as a number that is above the middle."""
-    texts = Counter(str(value) for value in values)
-    if set(map(str.lower, texts)) <= _ZERO_ONE:
-        return Guess(name, "label", "its values are 0 and 1")
-    if all(_is_number(text) for text in texts):
-        low, high = (f(float(text) for text in texts) for f in (min, max))
-        return Guess(
-            name, "label", f"a number, 1 above the middle, {(low + high) / 2:g}", {"label_above": (low + high) / 2}
-        )
-    if len(texts) == 2:
-        one = next(
-            (text for text in texts if text.strip().lower() in _POSITIVE), min(texts, key=lambda t: (texts[t], t))
-        )
-        return Guess(name, "label", "it has two values; the one that means 1 stands below", {"positive": [one]})
+def _as_label(name: str, values: list[Any], *, named: bool = False) -> Guess | None:
+    """As 0 and 1; as two texts, one of which means 1; as a number that is above the middle. A few values may be none of it.
+
+    Numbers of which none occurs often are a label where somebody `named` it.
+    """
+    missing = len(values) - len(_present(values))
+    texts = Counter(_class_of(value) for value in _present(values))
+    count, few = texts.total(), _strays(texts.total())
+    zero_one = {text for text in texts if text.lower() in _ZERO_ONE}
+    strange = count - sum(texts[text] for text in zero_one)
+    both = len({text.lower() in _ONE for text in zero_one}) == 2
+    if zero_one and (not strange or (both and strange <= few)):
+        return Guess(name, "label", "its values are 0 and 1", lost=strange + missing)
+    first = [text for text, times in texts.most_common(2) if times > 1 or count < _COUNTED]
+    strange = count - sum(texts[text] for text in first)
+    numbers = sorted(float(text) for text in texts.elements() if _is_number(text))
+    are_numbers = all(map(_is_number, first))
+    rated = are_numbers and (not strange or _plain(name) in _RATINGS)
+    if len(first) == 2 and strange <= few and not rated:
+        return _of_two_texts(name, {text: texts[text] for text in first}, strange + missing)
+    strange = count - len(numbers)
+    if numbers and strange <= few:
+        often = [number for number, times in Counter(numbers).items() if times * _OFTEN >= count]
+        rating = _plain(name) in _RATINGS or len(often) > 2 or len(set(numbers)) == 2
+        if not rating and not named:
+            return None
+        far = count // 200 if len(set(numbers)) > 2 else 0  # the lowest and the highest of each 200 may be strange
+        low, high = numbers[far], numbers[-1 - far]
+        middle, what = ((low + high) / 2, "middle") if rating else (numbers[len(numbers) // 2], "median")
+        why = f"a number, 1 above the {what}, {middle:g}"
+        return Guess(name, "label", why, {"label_above": middle}, strange + missing)
     return None
+
+
+def _of_two_texts(name: str, texts: dict[str, int], lost: int) -> Guess:
+    by_count = sorted(texts, key=lambda text: (texts[text], text))
+    numbers = sorted(texts, key=float) if all(map(_is_number, texts)) else None
+    one = numbers[1] if numbers else next((t for t in texts if t.lower() in _POSITIVE), by_count[0])
+    options = {"positive": [one], "negative": [text for text in texts if text != one]}
+    return Guess(name, "label", "it has two values; the one that means 1 stands below", options, lost)
 
 
 def _guess_feature(name: str, values: list[Any], rows: int, text: bool) -> Guess:
@@ -276,10 +360,16 @@ def _guess_feature(name: str, values: list[Any], rows: int, text: bool) -> Guess
     if plain in _USERS:
         return Guess(name, "user", "by its name: whose a row is; it is protected, and not learned from")
     if _is_time(name, values):
-        return Guess(name, "time", "its values are dates or seconds, and its name says so")
+        why = "its values are dates or seconds, and its name says so"
+        if rows - sum(time_of_text(text) is not None for text in numbers) <= _strays(rows):
+            return Guess(name, "time", why)
+        return Guess(name, "nothing", f"{why}, but too many rows have none: they would be left out")
     if len(distinct) == 1 and rows > 1:
         return Guess(name, "nothing", "all rows have the same value")
-    if numbers and all(_is_number(value) for value in numbers):
+    given = len(numbers)
+    numbers = [value for value in numbers if _is_number(value)]
+    strange = given - len(numbers)
+    if numbers and strange <= _strays(given):
         whole = all(float(value).is_integer() for value in numbers)
         if (
             whole
@@ -291,7 +381,7 @@ def _guess_feature(name: str, values: list[Any], rows: int, text: bool) -> Guess
             return _category(name, distinct, rows, "whole numbers that are names, as the column's name says")
         if whole and len(distinct) <= _FEW:
             return _category(name, distinct, rows, f"whole numbers, only {len(distinct)} of them")
-        return Guess(name, "numeric", "its values are numbers")
+        return Guess(name, "numeric", "its values are numbers", lost=strange)
     separator = _separator(texts)
     if separator is not None and not text:
         tokens = {token for value in texts for token in re.split(re.escape(separator), value.strip("[](){} "))}
@@ -331,12 +421,13 @@ def _separator(texts: Sequence[str]) -> str | None:
 
 
 def _is_time(name: str, values: list[Any]) -> bool:
-    texts = [str(value) for value in values[:100]]
-    if not texts or any(time_of_text(text) is None for text in texts):
+    texts = [text for text in map(str, values[:200]) if not is_missing(text)][:100]
+    times = [text for text in texts if time_of_text(text) is not None]
+    if not times or len(texts) - len(times) > _strays(len(texts)):
         return False
-    numbers = all(_is_number(text) for text in texts)
+    numbers = [text for text in times if _is_number(text)]
     named = _plain(name) in _TIMES or _plain(name).endswith(("time", "date", "timestamp"))
-    return (named and all(float(text) > 1e8 for text in texts)) if numbers else True
+    return (named and all(float(text) > 1e8 for text in numbers)) if len(numbers) > len(times) / 2 else True
 
 
 def _is_number(text: str) -> bool:

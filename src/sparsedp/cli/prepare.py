@@ -215,13 +215,16 @@ def make_stream(config: Config, data: Data) -> Stream | None:
             "number for each example"
         )
     assert config.stream.composition is not None
-    stream = Stream(periods, config.stream.composition, config.stream.span, config.stream.sample_rate)
+    every = getattr(data.training, "every", None)
+    stream = Stream(periods, config.stream.composition, config.stream.span, config.stream.sample_rate, every)
     held_out = getattr(data.held_out, "periods", None)
     last = int(stream.periods.max())
     if held_out is not None and (first := int(np.asarray(held_out).min())) <= last:
+        early, late = stream.period_name(first), stream.period_name(last)
+        example = f"[{late}]" if every is None else f"['{late}']"
         raise ConfigError(
-            f"data.held_out: period {first} is held out, and the stream trains on periods up to {last}. A stream "
-            f"is evaluated on later periods: hold out the last ones whole, as in data.held_out=[{last}]"
+            f"data.held_out: period {early} is held out, and the stream trains on periods up to {late}. A stream "
+            f"is evaluated on later periods: hold out the last ones whole, as in data.held_out={example}"
         )
     return stream
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from sparsedp.cli.adapters import TableAdapters
 from sparsedp.optimizer import StepReport
+from sparsedp.report.metric_names import ONE_CLASS
 from sparsedp.statement import PrivacyStatement
 
 FAILED = "failed: "
@@ -102,6 +104,7 @@ class RunResult:
             "planned_steps": self.planned_steps,
             "stopped_early": self.stopped_early,
             "evaluation": self.evaluation,
+            **({"diverged": True} if self.diverged else {}),
             **self.metrics,
             **planted,
             "unit": self.statement.unit,
@@ -169,35 +172,44 @@ class RunResult:
         return lines
 
 
+def decimals(value: float) -> str:
+    """A metric, to read: with four decimals, unless it is too large for them."""
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.3g}"
+
+
 def metric_lines(metrics: dict[str, Any], planted_auc: float | None) -> list[tuple[str, str]]:
     """Names and values of an evaluation, to read."""
     lines = []
     if "auc" in metrics:
-        planted = "" if planted_auc is None else f"; {planted_auc:.4f} for the model that drew the clicks"
-        lines.append(("AUC, held out", f"{metrics['auc']:.4f} (0.5 for guessing{planted})"))
-        lines.append(("log loss, held out", f"{metrics['log_loss']:.4f}"))
-    if "calibration_ratio" in metrics:
-        error = f"1 is right; calibration error {metrics['calibration_error']:.4f}"
-        lines.append(("positives expected per positive", f"{metrics['calibration_ratio']:.4f} ({error})"))
+        planted = "" if planted_auc is None else f"; {decimals(planted_auc)} for the model that drew the clicks"
+        shown = (
+            f"{decimals(metrics['auc'])} (0.5 for guessing{planted})" if metrics["auc"] == metrics["auc"] else ONE_CLASS
+        )
+        lines.append(("AUC, held out", shown))
+        lines.append(("log loss, held out", decimals(metrics["log_loss"])))
+    if metrics.get("calibration_ratio", math.nan) == metrics.get("calibration_ratio"):
+        error = f"1 is right; calibration error {decimals(metrics['calibration_error'])}"
+        lines.append(("positives expected per positive", f"{decimals(metrics['calibration_ratio'])} ({error})"))
     rankings = [name for name in metrics if re.fullmatch(r"(ndcg|hit|precision|recall)@\d+|mrr", name)]
     for name in rankings:
         baselines = {"popularity": "the most popular items", "planted": "the model that drew the sequences"}
         values = {text: metrics.get(f"{key}_{name}") for key, text in baselines.items()}
-        others = "; ".join(f"{value:.4f} for {text}" for text, value in values.items() if value is not None)
-        shown = f"{metrics[name]:.4f}" + (f" ({others})" if others else "")
+        others = "; ".join(f"{decimals(value)} for {text}" for text, value in values.items() if value is not None)
+        shown = decimals(metrics[name]) + (f" ({others})" if others else "")
         title = name.upper() if name.startswith(("ndcg", "hit", "mrr")) else name
         lines.append((f"{title}, held out", shown))
     if "accuracy" in metrics:
-        lines.append(("accuracy, held out", f"{metrics['accuracy']:.4f}"))
+        lines.append(("accuracy, held out", decimals(metrics["accuracy"])))
     if "precision" in metrics:
-        scores = f"{metrics['precision']:.4f}, {metrics['recall']:.4f} (means over the classes)"
+        scores = f"{decimals(metrics['precision'])}, {decimals(metrics['recall'])} (means over the classes)"
         lines.append(("precision, recall, held out", scores))
     if "loss" in metrics:
-        lines.append(("loss, held out", f"{metrics['loss']:.4f}"))
+        lines.append(("loss, held out", decimals(metrics["loss"])))
     if "mse" in metrics:
-        lines.append(("mean squared error, held out", f"{metrics['mse']:.4f}"))
+        lines.append(("mean squared error, held out", decimals(metrics["mse"])))
     periods = metrics.get("periods", {})
     for period, of_period in periods.items() if len(periods) > 1 else ():
         name = "auc" if "auc" in of_period else "loss"
-        lines.append((f"  period {period}", f"{'AUC' if name == 'auc' else name} {of_period[name]:.4f}"))
+        shown = decimals(of_period[name]) if of_period[name] == of_period[name] else ONE_CLASS
+        lines.append((f"  period {period}", f"{'AUC' if name == 'auc' else name} {shown}"))
     return lines

@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from dp_accounting import SelfComposedDpEvent
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from sparsedp import concerns
 from sparsedp.accounting.epsilon import epsilon_of
 from sparsedp.audit.canaries import CanaryPlan
 from sparsedp.check import CheckReport, check
@@ -92,6 +94,8 @@ def run_training(
             if data is None:
                 data = processes.in_turns(lambda: load_with_progress(config, reporter))
             data = with_collate(config, data, processes)
+        if processes.is_first:
+            concerns.warn(concerns_of_labels(config, data), stacklevel=2)
         if canaries is not None:
             data = insert_canaries(config, data, canaries)
             reporter.say(f"Canaries: {canaries.insertions:,} examples inserted for an audit ({canaries.audit})")
@@ -181,6 +185,19 @@ def load_with_progress(config: Config, reporter: Reporter) -> Data:
     return data
 
 
+def concerns_of_labels(config: Config, data: Data) -> list[str]:
+    """What the labels of classes say about a run, if the data sets tell them."""
+    if config.loss not in ("binary_cross_entropy", "cross_entropy"):
+        return []
+    return concerns.of_labels(_labels_of(data.training), _labels_of(data.held_out))
+
+
+def _labels_of(part: Any) -> np.ndarray | None:
+    """Of a data set of ours, or of one whose last tensor they are."""
+    labels = part.tensors[-1].numpy() if isinstance(part, TensorDataset) else getattr(part, "labels", None)
+    return labels if isinstance(labels, np.ndarray) else None
+
+
 def _describe(prepared: Prepared, reporter: Reporter) -> None:
     plan = prepared.engine.plan
     budget = "" if plan.target_epsilon is None else f" for epsilon {plan.target_epsilon:g} at delta {prepared.delta:g}"
@@ -200,7 +217,7 @@ def _describe(prepared: Prepared, reporter: Reporter) -> None:
     elif plan.validation == "public":
         reporter.say("Early stopping: half of the held-out data is looked at as public, and nobody in it is protected")
     if (stream := prepared.loader.stream) is not None:
-        first, last = int(stream.periods.min()), int(stream.periods.max())
+        first, last = stream.period_name(stream.periods.min()), stream.period_name(stream.periods.max())
         reporter.say(
             f"Stream: periods {first} to {last}, {stream.span} at a time; the {len(stream.spans)} spans compose in "
             f"{'parallel' if stream.composition == 'parallel' else 'sequence'}"

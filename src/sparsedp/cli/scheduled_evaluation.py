@@ -13,7 +13,7 @@ from sparsedp.cli.config.config import Config
 from sparsedp.cli.evaluation import evaluate, evaluate_on, refuse_diverged
 from sparsedp.cli.prepare import Prepared
 from sparsedp.cli.progress import Reporter, evaluation_progress
-from sparsedp.cli.result import FAILED
+from sparsedp.cli.result import FAILED, decimals
 from sparsedp.cli.runfolder import RunFolder
 from sparsedp.cli.signals import StopRequests
 from sparsedp.errors import DivergedError, RankLostError, one_line
@@ -148,19 +148,29 @@ class ScheduledEvaluation:
         assert loader.stream is not None
         indices = loader.stream.spans[span]
         part = Subset(data.training, indices.tolist())
-        periods = loader.stream.periods[indices]
-        metrics = evaluate_on(self.config, self.parts.model, self.parts.loss, part, data.collate, periods)
+        periods, every = loader.stream.periods[indices], loader.stream.every
+        metrics = evaluate_on(self.config, self.parts.model, self.parts.loss, part, data.collate, periods, every=every)
         epsilon = self.parts.engine.get_epsilon(self.parts.delta)
         for period, values in metrics["periods"].items():
-            row = {"kind": "evaluation", "step": self.step, "period": int(period), **values, "epsilon": epsilon}
+            row = {
+                "kind": "evaluation",
+                "step": self.step,
+                "period": period if every else int(period),
+                **values,
+                "epsilon": epsilon,
+            }
             self.folder.log(row)
             self.reporter.say(f"Period {period}, before training on it, after step {self.step}: {_in_words(values)}")
 
 
 def _in_words(metrics: dict[str, Any]) -> str:
     """Of precision and recall at several k, those at 10: the file has them all."""
-    shown = {name: v for name, v in metrics.items() if isinstance(v, float) and name.rpartition("@")[2] in (name, "10")}
-    return "  ".join(f"{name.replace('_', ' ')} {v:.4f}" for name, v in shown.items())
+    shown = {
+        name: v
+        for name, v in metrics.items()
+        if isinstance(v, float) and v == v and name.rpartition("@")[2] in (name, "10")
+    }
+    return "  ".join(f"{name.replace('_', ' ')} {decimals(v)}" for name, v in shown.items())
 
 
 def _not_finite(parts: Prepared) -> str | None:

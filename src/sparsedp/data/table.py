@@ -24,6 +24,7 @@ from sparsedp.data.tableschema import TableSchema
 from sparsedp.data.vocabulary import GivenVocabulary, HashVocabulary, ValueCounter, Vocabulary
 from sparsedp.errors import ConfigError, DataError, suggestion
 from sparsedp.generator import CipherGenerator
+from sparsedp.sampling.periods import Every, period_name
 
 Item = tuple[Tensor, ...]  # numbers, categories, bags..., label
 Self = TypeVar("Self", bound="TableDataset")
@@ -75,12 +76,14 @@ class TableDataset(Dataset[Item]):
         bag_rows: Sequence[np.ndarray] = (),
         times: np.ndarray | None = None,
         raw_numbers: bool = True,
+        every: Every | None = None,
     ) -> None:
         self.vocabulary_sizes = list(vocabulary_sizes)
         self.vocabulary_is_private = vocabulary_is_private
         self.bags, self.raw_numbers = tuple(bags), raw_numbers
         self._numbers, self._categories, self._labels, self._periods = numbers, categories, labels, periods
         self._bag_rows, self._users, self._times = tuple(bag_rows), users, times
+        self.every = every  # what a period is, counted from 1970; None: its number says nothing of time
         self._indices: np.ndarray | None = None  # of a subset, in the whole arrays
 
     @property
@@ -195,10 +198,12 @@ class TableDataset(Dataset[Item]):
                 raise ConfigError('split: by="periods" needs a log with periods, and held_out=[the periods]')
             chosen = [held_out] if isinstance(held_out, int) else list(held_out)
             there = np.unique(self.periods).tolist()
-            absent = sorted(set(chosen) - set(there))
+            absent = [period_name(period, self.every) for period in sorted(set(chosen) - set(there))]
             if absent:
+                first, last = (period_name(there[i], self.every) for i in (0, -1))
+                what = f"{self.every or 'period'}{'s' if len(absent) > 1 else ''}"
                 raise ConfigError(
-                    f"split: no rows in the periods {absent}; there are periods from {there[0]} to {there[-1]}"
+                    f"split: there are no rows in the {what} {', '.join(absent)}; there are some from {first} to {last}"
                 )
             out = np.isin(self.periods, chosen)
         else:
@@ -238,6 +243,7 @@ class Table(TableDataset):
             bag_rows=[arrays[f"bag_{i}"] for i in range(len(header["bags"]))],
             times=arrays.get("times"),
             raw_numbers=header["raw_numbers"],
+            every=header["every"],
         )
         self.summary: ReadSummary = tablecache.read_summary(header)
         self.category_names: list[str] = header["categories"]
@@ -301,7 +307,8 @@ def encode_rows(
     """
     others = (schema.label, schema.user, schema.time, schema.period)
     schema = _with_vocabularies(schema, vocabularies or {})
-    schema = replace(schema, label=_NO_LABEL, positive=(), label_above=None, user=None, time=None, period=None)
+    no_label: dict[str, Any] = {"label": _NO_LABEL, "positive": (), "negative": (), "label_above": None}
+    schema = replace(schema, **no_label, user=None, time=None, period=None)
     counted = [name for name, column in schema.vocabularies().items() if isinstance(column, ValueCounter)]
     if counted:
         raise ConfigError(

@@ -42,7 +42,7 @@ try:
 except ImportError:  # Windows: no lock; two processes may then build the same cache twice
     fcntl = None  # type: ignore[assignment]
 
-FORMAT = 2
+FORMAT = 3
 KEPT_MALFORMED = 20
 _MOST_WORKERS = 4
 _PIECE_ROWS = 1 << 18
@@ -264,6 +264,7 @@ def build(
         ],
         "hashed": {name: column.size for name, column in final.items() if isinstance(column, HashedColumn)},
         "private": [name for name, column in final.items() if column.is_private],
+        "every": schema.every if all(TIME in columns and PERIOD not in columns for columns in found) else None,
         "summary": asdict(summary),
     }
     (directory / "header.json").write_text(json.dumps(header, indent=1))

@@ -16,10 +16,11 @@ from sparsedp.data.codes import MISSING, Form, codes_of
 from sparsedp.data.tablefiles import DICTIONARY, LABEL, PERIOD, TIME, USER, Piece
 from sparsedp.data.tableschema import NumericColumn, SequenceColumn, TableSchema, TextColumn
 from sparsedp.data.vocabulary import ColumnVocabulary, HashedColumn, ValueCounter
+from sparsedp.sampling.periods import SECONDS
 
 MISSING_INTEGER = -(2**31)  # how a missing whole number is stored
-SECONDS = {"hour": 3600, "day": 86_400, "week": 604_800}
 NEITHER = "is neither 0 nor 1"
+IN_NO_LIST = "is neither in data.positive nor in data.negative"
 _MISSING_TEXTS = {"", "na", "n/a", "nan", "null", "none", "\\n", "?", "-", "#n/a"}
 _TRUE, _FALSE = {"true", "t"}, {"false", "f"}
 _USER_DIGITS = 18
@@ -184,7 +185,12 @@ def _labels(column: pa.Array, schema: TableSchema, faults: Faults) -> np.ndarray
     if schema.positive:
         values = distinct_values(column)
         means_one = set(schema.positive)
-        labels = np.array([_text_of(value) in means_one for value in values.distinct.to_pylist()] + [False])
+        texts = [_text_of(value) for value in values.distinct.to_pylist()]
+        labels = np.array([text in means_one for text in texts] + [False])
+        if schema.negative:
+            known = means_one | set(schema.negative)
+            unknown = np.array([text not in known for text in texts] + [False])
+            faults.add(unknown[values.places], f"{schema.label} {IN_NO_LIST}")
         faults.add(values.places == MISSING, f"{schema.label} is empty")
         return labels[values.places].astype(np.uint8)
     if schema.label_above is not None:

@@ -407,7 +407,8 @@ def _layout(first_line: bytes, path: Path, wanted: Wanted) -> _Layout:
     except DataError as error:
         if wanted.columns:
             raise
-        hint = ". If that line is a row and no header, name the columns in order: data.columns"
+        end = "" if str(error).endswith("?") else "."
+        hint = f"{end} If that line is a row and no header, name the columns in order: data.columns"
         raise DataError(f"{error}{hint if label not in map(str.casefold, names) else ''}") from None
     return _Layout(separator, len(names), True, columns)
 

@@ -9,9 +9,9 @@ from sparsedp.data.codes import Form
 from sparsedp.data.tablefiles import LABEL, PERIOD, TIME, USER, Wanted
 from sparsedp.data.vocabulary import ColumnVocabulary, HashVocabulary, Vocabulary
 from sparsedp.errors import ConfigError
+from sparsedp.sampling.periods import Every
 
 Transform = Literal["log", "none", "scale", "buckets", "whole"]
-Every = Literal["hour", "day", "week"]
 _HASHED = HashVocabulary()
 
 
@@ -80,9 +80,9 @@ class TableSchema:
     """The columns that are read, and what for.
 
     `label`: 0 or 1 (or false and true), unless `positive` lists the texts that mean 1, or `label_above` is what numbers that
-    mean 1 are above. `user`: whose a row is. `period`: a whole number; or `time`, which is cut into periods of one hour, day or
-    week (`every`), counted from 1970. `columns` names the columns of files without a header; a first line with the label's name
-    is a header all the same.
+    mean 1 are above. With `negative`, the texts that mean 0, labels that are in neither list are malformed. `user`: whose a row
+    is. `period`: a whole number; or `time`, which is cut into periods of one hour, day or week (`every`), counted from 1970.
+    `columns` names the columns of files without a header; a first line with the label's name is a header all the same.
     """
 
     label: str
@@ -95,6 +95,7 @@ class TableSchema:
     period: str | None = None
     every: Every = "day"
     positive: tuple[str, ...] = ()
+    negative: tuple[str, ...] = ()
     label_above: float | None = None
     columns: tuple[str, ...] = ()
     separator: str | None = None  # of text files; None: as the first line looks
@@ -119,6 +120,10 @@ class TableSchema:
                 )
         if self.positive and self.label_above is not None:
             raise ConfigError("give what labels mean 1 as texts (positive) or as numbers (label_above), not both")
+        if self.negative and not self.positive:
+            raise ConfigError("give what labels mean 1 (positive) beside those that mean 0 (negative)")
+        if both := [text for text in self.positive if text in self.negative]:
+            raise ConfigError(f"the label {both[0]!r} means 1 (positive) and 0 (negative)")
         kinds = {column.transform == "whole" for column in self.numeric if not column.is_category}
         if len(kinds) > 1:
             raise ConfigError("numeric columns are whole, all or none")

@@ -39,6 +39,7 @@ class AdaFEST(Mechanism):
     `keep` (0.8) of touches, pairs of a unit and a row that it uses, or as the least for a `gradient_size` in coordinates.
     `look_at` says what may be looked at for that: `PublicCounts`, the run's own "release" of frequencies (make_private's
     `frequencies`), or the "data" without noise, which the statement then says. What was found is in `found`.
+    The default of 10 is no recommendation: which number suits a run depends on its batches and its data, and "auto" finds it.
     With a threshold of your own, `PublicCounts` let make_private warn where it will keep little.
     """
 

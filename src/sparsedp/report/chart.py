@@ -40,6 +40,7 @@ class Line:
     path: str
     dots: str
     band: str
+    end: float  # where it ends, as a share of the axis: the legend at its right has names in this order
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,9 @@ def _line(series: Series, across: _Linear, up: _Linear | _Log) -> Line:
     if any(point.low != point.high for run in runs for point in run):
         for run in runs:
             band += "M" + "L".join([at(p.x, p.high) for p in run] + [at(p.x, p.low) for p in reversed(run)]) + "Z"
-    return Line(series.name, series.color % COLORS, series.color >= COLORS, path, dots, band)
+    end = runs[-1][-1].y
+    assert end is not None
+    return Line(series.name, series.color % COLORS, series.color >= COLORS, path, dots, band, up.place(end))
 
 
 def _ends(points: Sequence[Point]) -> tuple[float | None, float | None]:

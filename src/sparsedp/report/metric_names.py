@@ -17,6 +17,7 @@ _NAMES = {
     "calibration_ratio": ("positives expected per positive", "1 is right."),
     "brier_score": ("Brier score", _LOWER),
 }
+ONE_CLASS = "–: only one class is held out"  # in place of an AUC
 _RANKINGS = {"ndcg": "NDCG", "hit": "HIT", "precision": "precision", "recall": "recall", "mrr": "MRR", "map": "MAP"}
 # What else is evaluated beside a model, by the prefix of its metrics.
 BASELINES = {"planted": "the model that drew the data", "popularity": "the most popular items"}

@@ -21,7 +21,7 @@ from sparsedp.plan import PrivacyPlan
 from sparsedp.report import plain_words, who_may_read
 from sparsedp.report.chart import Chart, Series, chart, number
 from sparsedp.report.curves import Point, finite
-from sparsedp.report.metric_names import BASELINES, is_metric, metric_name
+from sparsedp.report.metric_names import BASELINES, ONE_CLASS, is_metric, metric_name
 from sparsedp.report.run_record import RunRecord
 from sparsedp.version import __version__
 
@@ -150,6 +150,8 @@ def _status(record: RunRecord) -> tuple[str, str]:
         of = "" if record.planned_steps is None else f" of {record.planned_steps:,}"
         taken = f" after step {record.steps:,}{of}" if record.private else ""
         return "bad", f"not finished{taken}"
+    if record.result.get("diverged"):
+        return "bad", "diverged: the model is of no use"
     if math.isinf(plain_words.epsilon_of(record.statement)):
         return "bad", "no guarantee"
     if plain_words.is_seeded(record.statement, record.plan):
@@ -388,6 +390,8 @@ def _metrics(record: RunRecord) -> tuple[list[str], list[Row]]:
          *(number(finite(last.get(f"{prefix}_{name}"))) for prefix in others), metric_name(name)[1])
         for name in names
     ]  # fmt: skip
+    if "auc" in last and "auc" not in names:
+        rows.insert(0, (metric_name("auc")[0], ONE_CLASS, *("–" for _ in others), metric_name("auc")[1]))
     return ["metric", "this model", *(BASELINES[prefix] for prefix in others), ""], rows
 
 

@@ -4,6 +4,7 @@ from sparsedp.sampling.collate import collate_anew, is_repeatable
 from sparsedp.sampling.columns import rows_reader
 from sparsedp.sampling.draws import BatchInfo
 from sparsedp.sampling.loader import PrivateLoader
+from sparsedp.sampling.periods import period_name
 from sparsedp.sampling.poisson import poisson_indices
 from sparsedp.sampling.share import Share
 from sparsedp.sampling.stream import Stream, StreamPlan
@@ -19,6 +20,7 @@ __all__ = [
     "collate_anew",
     "is_repeatable",
     "owners_of",
+    "period_name",
     "poisson_indices",
     "rows_reader",
     "users_of",

@@ -45,6 +45,7 @@ class BatchInfo:
     constants: tuple[torch.Tensor, ...] = field(default=(), compare=False)  # the same in every batch
     # Tensors of the batch of which it is known on which axis the examples are (None: on none).
     unit_axes: tuple[tuple[torch.Tensor, int | None], ...] = field(default=(), compare=False)
+    places: np.ndarray | None = field(default=None, compare=False)  # of its examples in the data set
     stand_in: bool = False  # whether it is empty, and the loop is given an example in its place
 
     @property
@@ -161,7 +162,8 @@ class Draws:
             for i, (places, sizes) in enumerate(parts):
                 units = places if sizes is None else sizes
                 owners = None if sizes is None else owners_of(sizes)
-                infos.append(BatchInfo(len(units), len(drawn), i == 0, i == len(parts) - 1, step, span, owners))
+                first, last = i == 0, i == len(parts) - 1
+                infos.append(BatchInfo(len(units), len(drawn), first, last, step, span, owners, places=places))
                 if len(units):
                     yield places
 

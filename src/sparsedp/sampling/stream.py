@@ -13,6 +13,7 @@ import numpy as np
 
 from sparsedp.accounting.ledger import Composition
 from sparsedp.errors import ConfigError, UnsupportedError
+from sparsedp.sampling.periods import Every, period_name
 from sparsedp.sampling.users import Users
 
 COMPOSITIONS = (
@@ -40,12 +41,15 @@ class Stream:
     With a `sample_rate` each unit of a span joins a batch with that probability, however many they are, and a pass over a span
     takes 1 / sample_rate steps. The loader's batch size is then what sums are divided by, the same for all spans: how many
     units a span has need not be public, and may be few.
+
+    `every` says what messages call a period: with "day" its number counts days since 1970, and they name the date.
     """
 
     periods: np.ndarray  # int64 (N,); anything that reads as such can be passed
     composition: Composition = None  # type: ignore[assignment]  # no default: None is refused
     span: int = 1
     sample_rate: float | None = None  # None: the batch size, divided by the units of the span
+    every: Every | None = None
 
     def __post_init__(self) -> None:
         if self.composition not in get_args(Composition):
@@ -58,6 +62,8 @@ class Stream:
             if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 < number <= 1:
                 raise ConfigError(f"Stream: sample_rate must be a probability above 0, or None; got {number!r}")
             object.__setattr__(self, "sample_rate", float(number))
+        if self.every not in (None, *get_args(Every)):
+            raise ConfigError(f"Stream: every must be hour, day, week or None; got {self.every!r}")
         object.__setattr__(self, "periods", _whole_numbers(self.periods))
 
     @cached_property
@@ -69,8 +75,15 @@ class Stream:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The periods of each span, as in "period 3" or "periods 3 to 5"."""
-        ends = [(int(self.periods[where].min()), int(self.periods[where].max())) for where in self.spans]
+        ends = [
+            (self.period_name(self.periods[where].min()), self.period_name(self.periods[where].max()))
+            for where in self.spans
+        ]
         return tuple(f"period {first}" if first == last else f"periods {first} to {last}" for first, last in ends)
+
+    def period_name(self, number: int | np.integer[Any]) -> str:
+        """What messages call a period."""
+        return period_name(int(number), self.every)
 
     def steps(self, drop_last: bool) -> int:
         """Of a pass over a span, with a `sample_rate`: as many as a unit joins one of, on average."""

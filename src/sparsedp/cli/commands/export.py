@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from sparsedp.cli.config.load import add_set_argument
@@ -11,6 +12,7 @@ from sparsedp.cli.config.trust import add_code_argument, add_trust_argument
 from sparsedp.cli.files import require_space
 from sparsedp.cli.model_files import FORMATS
 from sparsedp.cli.model_release import writer_of
+from sparsedp.cli.result import FAILED
 from sparsedp.cli.runfolder import RELEASED, RunFolder, copy_release
 from sparsedp.errors import ConfigError, SparseDPError
 
@@ -62,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
             )
         if not args.without_guarantee:
             _require_guarantee(folder)
+        result = folder.read_result() or {}
+        if result.get("diverged"):
+            why = str(result.get("evaluation")).removeprefix(FAILED).rstrip(".")
+            print(f"sparsedp: warning: training has diverged, and this model is of no use: {why}.", file=sys.stderr)
         not_copied = sorted(path.name for path in folder.release.iterdir() if path.name not in RELEASED)
         require_space(target, sum(path.stat().st_size for path in folder.release.iterdir()), "the release")
         if args.format == "weights":

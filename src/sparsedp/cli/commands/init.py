@@ -32,10 +32,12 @@ EPILOG = """examples:
   sparsedp init --own-model                  writes own_model.py and own_model.yaml, to be changed
 
 Only the first rows are looked at. They are private: that is why the configuration says that it was guessed, and the statement of
-a run that uses it says so, too. No value is written into it but what tells labels that mean 1 from others, and names of classes.
+a run that uses it says so, too. No value is written into it but what tells labels that mean 1 from those that mean 0, and the
+names of classes.
 """
 _NAMED: tuple[Kind, ...] = ("user", "item", "time")
 _BEGINNING = 1 << 20  # bytes of a file by which its rows are estimated
+_SHARES = (0.01, 0.05, 0.2, 0.5, 1.0)
 _COUNT_OF_USERS = 20  # with fewer in the first rows, a user is too large a unit for a first run
 
 
@@ -83,6 +85,11 @@ def run(args: argparse.Namespace) -> int:
         text = _text_config(args.file, guesses, sample)
     else:
         guesses = guess_table(sample, args.label, text=args.text, named=named)
+        if args.text and not any(guess.kind == "text" for guess in guesses):
+            raise ConfigError(
+                f"--text: no column of {path.name} is written in words; the columns are {', '.join(sample.names)}. Without "
+                "--text they are read as what they look like"
+            )
         text = _table_config(args.file, guesses, sample)
     print(f"{path.name}: {len(sample.rows)} {'rows' if sample.complete else 'rows, the first ones,'} looked at")
     width = max(len(guess.name) for guess in guesses)
@@ -162,6 +169,7 @@ def _table_config(file: str, guesses: list[Guess], sample: Sample) -> str:
         lines.append(f"  time: {_value(time.name)}  # the last rows in time are held out")
     lines += [f"  # {guess.name} is left out: {guess.why}" for guess in guesses if guess.kind == "nothing"]
     lines += [
+        *_max_malformed(guesses, sample),
         "  held_out: 0.1  # the last share of the rows",
         "  guessed: true  # by looking at private data, which the statement tells; false if you would have written it unseen",
         "",
@@ -208,6 +216,7 @@ def _text_config(file: str, guesses: list[Guess], sample: Sample) -> str:
         *(f"  # {guess.name} is left out: {guess.why}" for guess in guesses if guess.kind == "nothing"),
         "  buckets: 20000  # rows that words are hashed to; or name a folder with a tokenizer, tokenizer: FOLDER",
         "  length: 64  # the first words of each text that are looked at",
+        *_max_malformed(guesses, sample),
         "  held_out: 0.1  # the last share of the rows, or a file",
         "  guessed: true  # by looking at private data, which the statement tells; false if you would have written it unseen",
         "",
@@ -252,6 +261,7 @@ def _sequence_config(file: str, guesses: list[Guess], sample: Sample, path: Path
         f"  time: {_value(by_kind.get('time'))}  # null: the rows are in order of time",
         "  min_actions: 1  # users and items with fewer are dropped",
         "  length: 50  # the last items of each user that are looked at",
+        *_max_malformed(guesses, sample),
         "",
         "model:",
         "  kind: transformer",
@@ -273,6 +283,18 @@ def _sequence_config(file: str, guesses: list[Guess], sample: Sample, path: Path
         *_MECHANISM,
     ]
     return "\n".join(lines) + "\n"
+
+
+def _max_malformed(guesses: Sequence[Guess], sample: Sample) -> list[str]:
+    """Twice the share of the rows that were left out here, as one of few shares, so that it tells little about the data."""
+    lost = sum(guess.lost for guess in guesses)
+    if not lost:
+        return []
+    share = min(1.0, 2 * lost / len(sample.rows))
+    limit = next(limit for limit in _SHARES if share <= limit)
+    return [
+        f"  max_malformed: {limit:g}  # rows that do not fit are left out, and more than this share of them is an error"
+    ]
 
 
 def _rows_in_all(sample: Sample, path: Path, sources: Sequence[Path]) -> int:

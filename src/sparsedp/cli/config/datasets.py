@@ -107,7 +107,10 @@ class ClickKind(DatasetKind):
     def load(self, code: Code, progress: RowsRead | None = None) -> Data:
         log = self.open(progress)
         rows = self.held_out_rows()
-        training, held_out = log.split(rows, by="periods" if isinstance(rows, list) else "tail")
+        try:
+            training, held_out = log.split(rows, by="periods" if isinstance(rows, list) else "tail")
+        except ConfigError as error:
+            raise ConfigError(f"data.held_out: {str(error).removeprefix('split: ')}") from None
         if len(training) == 0:
             raise ConfigError(f"data.held_out: {self.held_out} leaves nothing of the {len(log)} rows to train on")
         return Data(training, held_out if len(held_out) else None, log.collate, self.notes)

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from sparsedp.cli.config.config import Config
+from sparsedp.cli.config.load import comment_on
 from sparsedp.cli.config.schema import Address, OneOf, Range, annotations_of
 from sparsedp.cli.config.sections import PrivacyConfig
 from sparsedp.mechanisms import Mechanism, PublicCounts
@@ -37,15 +38,15 @@ def config_schema() -> dict[str, Any]:
     }
 
 
-def _of(hint: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+def _of(hint: Any, definitions: dict[str, Any], path: str = "") -> dict[str, Any]:
     if dataclasses.is_dataclass(hint):
-        return _of_dataclass(hint, definitions)
+        return _of_dataclass(hint, definitions, path)
     kind = get_origin(hint) or hint
     if kind in (Union, types.UnionType):
-        return {"anyOf": [_of(member, definitions) for member in get_args(hint)]}
+        return {"anyOf": [_of(member, definitions, path) for member in get_args(hint)]}
     if kind is Annotated:
         inner, *limits = get_args(hint)
-        out = dict(_of(inner, definitions))
+        out = dict(_of(inner, definitions, path))
         for limit in limits:
             out |= {"enum": list(limit.names())} if isinstance(limit, OneOf) else _of_range(limit)
         return out
@@ -108,13 +109,15 @@ def _of_range(limit: Range) -> dict[str, float]:
     return out
 
 
-def _of_dataclass(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
+def _of_dataclass(kind: Any, definitions: dict[str, Any], path: str) -> dict[str, Any]:
+    """`path` is the key that it stands at; "" for the whole configuration."""
     name = kind.__name__
     if name not in definitions:
         hints, fields = annotations_of(kind), {field.name: field for field in dataclasses.fields(kind)}
         properties: dict[str, Any] = {}
         definitions[name] = {}  # so that one that holds itself would end
         for key, hint in hints.items():
+            below = f"{path}.{key}".lstrip(".")
             if kind is PrivacyConfig and key == "mechanism":
                 value = _of_mechanism(definitions)
             elif (
@@ -124,12 +127,24 @@ def _of_dataclass(kind: Any, definitions: dict[str, Any]) -> dict[str, Any]:
                 names = {"type": "array", "items": _PLAIN[str], "uniqueItems": True}
                 value = {"anyOf": [names, {"type": "object", "additionalProperties": entry}]}
             else:
-                value = _of(hint, definitions)
-            properties[key] = _with_default(value, fields[key].default)
+                value = _of(hint, definitions, below)
+            comment = _described(comment_on(below, _kind_of(hints)))
+            properties[key] = {**_with_default(value, fields[key].default), **comment}
         missing = dataclasses.MISSING
         required = [k for k in hints if fields[k].default is missing and fields[k].default_factory is missing]
         definitions[name] = _object(kind, properties, required)
     return {"$ref": f"#/$defs/{name}"}
+
+
+def _kind_of(hints: Mapping[str, Any]) -> str | None:
+    """The name by which a configuration chooses a dataclass among others; None if it does not."""
+    hint = hints.get("kind")
+    return str(get_args(hint)[0]) if get_origin(hint) is Literal else None
+
+
+def _described(text: str | None, unless: str = "\0") -> dict[str, str]:
+    """As the description; not what a dataclass without a docstring gets for one, which begins with `unless`."""
+    return {"description": text} if text and not text.startswith(unless) else {}
 
 
 def _with_default(value: dict[str, Any], default: Any) -> dict[str, Any]:
@@ -139,7 +154,7 @@ def _with_default(value: dict[str, Any], default: Any) -> dict[str, Any]:
 def _object(kind: Any, properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
     return {
         "type": "object",
-        "description": (kind.__doc__ or "").strip().partition("\n")[0],
+        **_described((kind.__doc__ or "").strip().partition("\n")[0], unless=f"{kind.__name__}("),
         "properties": properties,
         "required": required,
         "additionalProperties": False,

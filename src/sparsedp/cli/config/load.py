@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -85,6 +86,28 @@ def make_config(values: dict[str, Any], source: str, changed: Mapping[str, str],
 
 def dump_config(config: Config | dict[str, Any]) -> str:
     return yaml.safe_dump(config.to_dict() if isinstance(config, Config) else config, sort_keys=False)
+
+
+@functools.cache
+def _comments() -> dict[tuple[str, str | None], str | None]:
+    """What the bundled configurations say about keys, by their paths and the `kind` of the section that they are in.
+
+    The first one that has a key decides, the demo before all others: a later one may speak of its own case.
+    """
+    found: dict[tuple[str, str | None], str | None] = {}
+    for name in ("demo", *bundled_names()):
+        text = (BUNDLED / f"{name}.yaml").read_text()
+        values = yaml.safe_load(text)
+        for _, path, comment in _key_lines(text):
+            section = values.get(path.partition(".")[0])
+            kind = section.get("kind") if isinstance(section, dict) and path.count(".") == 1 else None
+            found.setdefault((path, kind), comment)
+    return found
+
+
+def comment_on(path: str, kind: str | None = None) -> str | None:
+    """What the bundled configurations say about a key, of a section of that `kind` if there are several; None: nothing."""
+    return _comments().get((path, kind))
 
 
 def explain_config(config: Config) -> str:

@@ -110,6 +110,7 @@ class TableData(ClickKind):
     paths: str | list[str]
     label: str
     positive: str | list[str] | None = None
+    negative: str | list[str] | None = None
     label_above: float | None = None
     categorical: list[str] | dict[str, Any] = field(default_factory=list, metadata={"values": CategoricalOptions})
     numeric: list[str] | dict[str, Any] = field(default_factory=list, metadata={"values": NumericOptions})
@@ -165,7 +166,7 @@ class TableData(ClickKind):
         sequence = _columns(self.sequence, SequenceOptions, "sequence")
         text = _columns(self.text, TextOptions, "text")
         common = self.vocabulary.make() if read_files or self.vocabulary.kind != "given" else HashVocabulary()
-        positive = [self.positive] if isinstance(self.positive, str) else self.positive or []
+        positive, negative = ([t] if isinstance(t, str) else t or [] for t in (self.positive, self.negative))
         make: Callable[[], TableSchema] = lambda: TableSchema(  # noqa: E731
             label=self.label,
             categorical=tuple(CategoricalColumn(name, vocabulary(o)) for name, o in categorical.items()),
@@ -177,6 +178,7 @@ class TableData(ClickKind):
             period=self.period,
             every=self.every,
             positive=tuple(positive),
+            negative=tuple(negative),
             label_above=self.label_above,
             columns=tuple(self.columns or ()),
             separator=self.separator,
