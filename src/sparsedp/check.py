@@ -116,6 +116,12 @@ def check(
     return _compare_all(Trial(module, loss_fn, loss_reduction, replace_recurrent, torch.float32), comparisons, units)
 
 
+def memory_of_check(module: nn.Module) -> int:
+    """The bytes that `check` takes beside a module, about: a copy, and of what is trained three gradients, in float64."""
+    trained = [p.numel() for p in module.parameters() if p.requires_grad]
+    return 8 * (sum(p.numel() for p in module.parameters()) + 2 * sum(trained) + max(trained, default=0))
+
+
 def is_of_dtypes(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and bool(re.search(r"dtype|scalar type|data type|Double", str(error)))
 
@@ -153,33 +159,45 @@ def _compare(trial: Trial, batch: Any, total: int, units: int, take: _Take) -> C
     trial.draws.together(total)
     together = trial.captured(batch, total)
     norms = together.norms()
-    largest, tolerance = 0.0, TOLERANCES[trial.dtype]
+    largest = 0.0
     for index in looked_at:
-        reference, captured_alone, copies = _alone(trial, batch, index, take)
-        by_capture = captured_alone.gradient(0)
-        among = together.gradient(index)
-        public = captured_alone.public
-        if captured_alone.digests != together.digests:
-            raise UnitsMixedError(
-                "The loss has terms that depend on parameters alone (penalties), and they are not the same for one unit and for "
-                f"{total}. Nothing clips such a term: it must not depend on the batch, nor on how many units that has."
-            )
-        counted = copies if trial.reduction == "sum" else 1
-        reference = {name: (value - public.get(name, 0.0)) / counted for name, value in reference.items()}
-        size = max(float(value.norm()) for value in reference.values()) or 1.0
-        for name, wanted in reference.items():
-            gap = _gap(by_capture.get(name), wanted, size)
-            if not gap <= tolerance:  # also if it is not a number
-                raise _differing(name, gap, trial.is_random(trial.converted(take(batch, index, copies)), index))
-            shift = _gap(among.get(name), wanted, size)
-            if not shift <= tolerance:
-                raise UnitsMixedError(_mixing_message(name, shift, among, reference, trial.reduction, total))
-            largest = max(largest, gap, shift)
-        norm = torch.stack([value.square().sum() for value in among.values()]).sum().sqrt()
-        factor = Clipping(1.0).factors(norms[index : index + 1])[0]
-        if not float(norm * factor) <= 1 + tolerance:
-            raise SparseDPError(f"Unit {index} exceeds the clip bound after clipping: {float(norm * factor):.6f} > 1.")
+        largest = max(largest, _compare_unit(trial, batch, total, index, take, together, float(norms[index])))
     return CheckReport(len(looked_at), len(trial.parameters), largest, trial.dtype)
+
+
+def _compare_unit(
+    trial: Trial, batch: Any, total: int, index: int, take: _Take, together: _Observed, norm_among: float
+) -> float:
+    """The largest difference that was found for a unit. At most three gradients of the size of the module are held at a time."""
+    largest, tolerance = 0.0, TOLERANCES[trial.dtype]
+    reference, captured_alone, copies = _alone(trial, batch, index, take)
+    if captured_alone.digests != together.digests:
+        raise UnitsMixedError(
+            "The loss has terms that depend on parameters alone (penalties), and they are not the same for one unit and for "
+            f"{total}. Nothing clips such a term: it must not depend on the batch, nor on how many units that has."
+        )
+    for name in captured_alone.public.keys() & reference.keys():
+        reference[name] = reference[name] - captured_alone.public[name]
+    if trial.reduction == "sum" and copies > 1:
+        reference = {name: value / copies for name, value in reference.items()}
+    size = max(float(value.norm()) for value in reference.values()) or 1.0
+    by_capture = captured_alone.gradient(0)
+    gaps = {name: _gap(by_capture.get(name), wanted, size) for name, wanted in reference.items()}
+    del by_capture
+    among = together.gradient(index)
+    for name, wanted in reference.items():
+        gap = gaps[name]
+        if not gap <= tolerance:  # also if it is not a number
+            raise _differing(name, gap, trial.is_random(trial.converted(take(batch, index, copies)), index))
+        shift = _gap(among.get(name), wanted, size)
+        if not shift <= tolerance:
+            raise UnitsMixedError(_mixing_message(name, shift, among, reference, trial.reduction, total))
+        largest = max(largest, gap, shift)
+    norm = torch.stack([value.square().sum() for value in among.values()]).sum().sqrt()
+    factor = Clipping(1.0).factors(torch.tensor([norm_among], dtype=torch.float64))[0]
+    if not float(norm * factor) <= 1 + tolerance:
+        raise SparseDPError(f"Unit {index} exceeds the clip bound after clipping: {float(norm * factor):.6f} > 1.")
+    return largest
 
 
 def _differing(name: str, gap: float, is_random: bool) -> SparseDPError:
@@ -227,7 +245,7 @@ def _alone(trial: Trial, batch: Any, unit: int, take: _Take) -> tuple[Gradients,
             "each were compared. Poisson sampling draws such batches now and then, and training would end there. Often it is "
             "a squeeze() that takes the axis of the batch, too: squeeze(-1) does not.",
             SparseDPWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
         return result
 

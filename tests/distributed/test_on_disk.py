@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from sparsedp.distributed.on_disk import large_tensors_on_disk, take_from_disk
+from sparsedp.distributed.on_disk import large_tensors_on_disk, large_tensors_without_values, take_from_disk
 from sparsedp.models import PCTR, DualEncoder
 
 
@@ -27,6 +28,40 @@ def test_the_same_numbers(tmp_path: Path, make) -> None:
     take_from_disk(made)
     assert all(parameter.untyped_storage().filename is None for parameter in made.parameters())
     assert all(map(torch.equal, expected.parameters(), made.parameters()))
+
+
+def test_shapes_without_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of large tensors that torch makes for models and optimizers: files of zeros, in which nothing is written."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with large_tensors_without_values(large=1000):
+        table, small = torch.nn.Embedding(500, 8, padding_idx=0), torch.nn.EmbeddingBag(3, 8)
+        torch.nn.init.trunc_normal_(table.weight)
+        torch.nn.init.xavier_uniform_(table.weight)
+        table.weight.data.uniform_(1, 2)
+        made = torch.nn.Parameter(torch.randn(500, 8) * 0.1 + 1)
+        optimizer = torch.optim.Adagrad([table.weight, small.weight, made], initial_accumulator_value=1)
+    assert not list(tmp_path.glob(".sparsedp-*"))
+    of_table, of_small, of_made = (optimizer.state[weight]["sum"] for weight in (table.weight, small.weight, made))
+    for tensor in (table.weight, made, of_table, of_made):
+        assert tensor.shape == (500, 8) and tensor.untyped_storage().filename is not None and not tensor.any()
+    assert table.weight.requires_grad and small.weight.all() and (of_small == 1).all()
+    assert table(torch.tensor([3, 499])).shape == (2, 8)
+
+
+def test_shapes_where_no_addresses_are_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One number stands for all of a tensor (ulimit -v)."""
+
+    def refuse(*args, **kwargs):
+        raise RuntimeError("unable to mmap")
+
+    monkeypatch.setattr(torch, "from_file", refuse)
+    with large_tensors_without_values(large=1000):
+        table = torch.nn.Embedding(500, 8)
+        torch.nn.init.trunc_normal_(table.weight)
+    assert (
+        table.weight.shape == (500, 8) and table.weight.untyped_storage().nbytes() == 4 and table.weight.requires_grad
+    )
+    assert not table(torch.tensor([3, 499])).any()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits on a process's own memory")
