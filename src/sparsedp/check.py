@@ -21,15 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSparse, join_digests
+from sparsedp.capture import (
+    Capture, Captured, RepeatedDraws, Replaced, RowSparse, change_jagged, is_jagged, jagged_units, join_digests, take_of_jagged,
+)  # fmt: skip
 from sparsedp.capture.compiled import WithoutCompilation
 from sparsedp.capture.precision import LOW_PRECISION
 from sparsedp.clipping import Clipping
 from sparsedp.counting import arguments_of
-from sparsedp.errors import NonFiniteGradientError, SparseDPError, SparseDPWarning, UnitsMixedError, refuse_labels
+from sparsedp.errors import (
+    NonFiniteGradientError, SparseDPError, SparseDPWarning, UnitsMixedError, UnsupportedError, refuse_labels,
+)  # fmt: skip
 from sparsedp.fused import replace_fused
 from sparsedp.refusals import refuse_module
 from sparsedp.sampling import BatchInfo, PrivateLoader, collate_anew
+from sparsedp.tables import sharded_parts
 
 # Of a unit's gradient. In float32 rounding is some 1e-7 in each operation and grows with the depth of a model and with the root
 # of the number of terms of a sum: 1e-3 is above that, and below what batch statistics or a divisor of the batch change.
@@ -463,6 +468,12 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def copied_module(module: nn.Module) -> nn.Module:
     """A copy of a module. Functions that it keeps, such as `lambda h: h @ self.table.weight.T`, refer to the copy's parts."""
+    if parts := sharded_parts(module):
+        raise UnsupportedError(
+            f"Module '{parts[0]}' ({type(module.get_submodule(parts[0])).__name__}) has its rows in several processes, and cannot "
+            "be copied, as is done to try a model out. Check it before sharding: before shard, DistributedModelParallel or "
+            "shard_tables, in one process, with smaller tables if need be."
+        )
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(module, memo)
     for part in copied.modules():
@@ -491,11 +502,16 @@ def _gap(observed: Tensor | None, wanted: Tensor, size: float) -> float:
     return float((observed.reshape(wanted.shape) - wanted).norm()) / size
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(
+    value: Any, change: Callable[[Tensor], Tensor], of_jagged: Callable[[Any], Any] | None = None
+) -> Any:
+    """A batch of changed tensors. Of jagged ones values and weights are changed, or `of_jagged` says what they become."""
     if isinstance(value, Tensor):
         return change(value)
+    if is_jagged(value):
+        return change_jagged(value, change) if of_jagged is None else of_jagged(value)
     if isinstance(value, Mapping):
-        items = {key: map_tensors(item, change) for key, item in value.items()}
+        items = {key: map_tensors(item, change, of_jagged) for key, item in value.items()}
         if type(value) is dict or not isinstance(value, MutableMapping):
             return items
         made = copy.copy(value)  # such as transformers' BatchEncoding, whose entries are attributes, too
@@ -503,26 +519,32 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             made[key] = item
         return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
+        return type(value)(*(map_tensors(item, change, of_jagged) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, change) for item in value)
+        return type(value)(map_tensors(item, change, of_jagged) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
         changed: Any = copy.copy(value)
         for each in fields(value):
-            object.__setattr__(changed, each.name, map_tensors(getattr(value, each.name), change))
+            object.__setattr__(changed, each.name, map_tensors(getattr(value, each.name), change, of_jagged))
         return changed
     return value
 
 
-def _sizes(batch: Any) -> list[int]:
+def _sizes(batch: Any, of_jagged: Callable[[Any], Any] | None = None) -> list[int]:
     sizes: list[int] = []
-    map_tensors(batch, lambda t: (sizes.append(t.shape[0]) if t.dim() else None) or t)  # type: ignore[func-returns-value]
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.dim():
+            sizes.append(tensor.shape[0])
+        return tensor
+
+    map_tensors(batch, note, of_jagged or (lambda jagged: sizes.append(jagged_units(jagged))))
     return sizes
 
 
 def len_of(batch: Any) -> int:
     """The number of units of a batch that only the caller can take apart: that of its last tensor, the target."""
-    sizes = _sizes(batch)
+    sizes = _sizes(batch, lambda jagged: jagged)
     return sizes[-1] if sizes else 0
 
 
@@ -537,4 +559,4 @@ def count_units(batch: Any) -> int:
 
 
 def take_units(batch: Any, indices: list[int]) -> Any:
-    return map_tensors(batch, lambda t: t[indices] if t.dim() else t)
+    return map_tensors(batch, lambda t: t[indices] if t.dim() else t, lambda jagged: take_of_jagged(jagged, indices))

@@ -1231,5 +1231,19 @@ def planned_and_placed(mechanism: str, memory: float) -> dict[str, Any]:
     return {"kinds": {name: choice.kind for name, choice in chosen.tables.items()}, "placed": placement == expected}
 
 
+def checked(kind: str) -> dict[str, Any]:
+    """What `sparsedp.check` finds on a batch with a KeyedJaggedTensor; and says of modules whose tables are sharded."""
+    batch = collate([Clicks()[i] for i in range(6)])
+    loss = F.binary_cross_entropy_with_logits
+    report = sparsedp.check(make(kind, with_country=False), loss, batch)
+    divided = Plain()
+    shard_tables(divided)
+    module = sharded(make(kind, with_country=False), "row_wise")
+    said = [_said(lambda: sparsedp.check(module, loss, batch)), _said(lambda: sparsedp.check(divided, loss, batch))]
+    private = begin(module, "adafest")[1]
+    said += [_said(lambda: sparsedp.check(private, loss, batch)), _said(lambda: sparsedp.explain(private, loss, batch))]
+    return {"units": report.units, "difference": report.largest_difference, "dtype": str(report.dtype), "said": said}
+
+
 def places_refused(places: dict[str, str]) -> str:
     return _said(lambda: shard_tables(Unequal(), places))

@@ -182,3 +182,13 @@ def test_places_that_are_refused(changes: dict[str, str], said: str) -> None:
     places = dict.fromkeys(["large.weight", "wide.weight", "bag.weight", "odd.weight"], "data_parallel") | changes
     for ended in launch(2, "places_refused", places):
         assert said in ended.value
+
+
+@pytest.mark.parametrize("kind", ["bags", "sequences", "weighted"])
+def test_a_model_is_checked_before_its_tables_are_sharded(kind: str) -> None:
+    """On a batch with a KeyedJaggedTensor; sharded modules, TorchRec's and others, are refused by name."""
+    for ended in launch(2, "checked", kind):
+        assert ended.value["units"] == 4 and ended.value["difference"] < 1e-5, ended.value
+        names = ["'tables'", "'country'", "'tables'", "'tables'"]
+        for said, name in zip(ended.value["said"], names, strict=True):
+            assert said.startswith(f"UnsupportedError: Module {name}") and "before sharding" in said, said

@@ -85,6 +85,7 @@ def make_image(name: str, sharded: nn.Module) -> nn.Module:
 class _ImageMethods:
     """What an image does otherwise than the unsharded collection."""
 
+    is_sharded = True
     sharded: nn.Module
     warned: bool  # of another order of features
     looks_up: bool  # whether it calls the sharded one
