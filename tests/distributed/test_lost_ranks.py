@@ -128,12 +128,15 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert "exceeds the data set's 20 examples" in said["only rank 1 fails"]
         assert "DistributedDataParallel" in said["DDP"] and "'over'" in said["DDP"]
         assert "under FSDP" in said["FSDP"] and "'over'" in said["FSDP"]
+        assert "before any example's is clipped" in said["FSDP"] and "without fully_shard" in said["FSDP"]
         assert "'country.weight' is on every rank" in said["a copied table"]
         assert "id 999 is not a row of table" in said["a wrong id"]
         assert "NonFiniteGradientError" in said["NaN on one rank"]
         assert ("On rank 1" in said["NaN on one rank"]) == (rank == 0)
         assert "differs from rank 0 in its dense parameters" in said["parted"]
-        assert "another batch for each feature" in said["another batch for each feature"]
+        of_features = said["another batch for each feature"]
+        assert "another batch for each feature" in of_features and "of the same example" in of_features
+        assert "a length for each example" in of_features
         assert "'tables' looks each id of a batch up once" in said["index dedup"]
 
 
