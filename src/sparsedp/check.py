@@ -22,14 +22,28 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from sparsedp.capture import (
-    Capture, Captured, RepeatedDraws, Replaced, RowSparse, change_jagged, is_jagged, jagged_units, join_digests, take_of_jagged,
+    Capture,
+    Captured,
+    RepeatedDraws,
+    Replaced,
+    RowSparse,
+    change_jagged,
+    is_jagged,
+    jagged_units,
+    join_digests,
+    take_of_jagged,
 )  # fmt: skip
 from sparsedp.capture.compiled import WithoutCompilation
 from sparsedp.capture.precision import LOW_PRECISION
 from sparsedp.clipping import Clipping
 from sparsedp.counting import arguments_of
 from sparsedp.errors import (
-    NonFiniteGradientError, SparseDPError, SparseDPWarning, UnitsMixedError, UnsupportedError, refuse_labels,
+    NonFiniteGradientError,
+    SparseDPError,
+    SparseDPWarning,
+    UnitsMixedError,
+    UnsupportedError,
+    refuse_labels,
 )  # fmt: skip
 from sparsedp.fused import replace_fused
 from sparsedp.refusals import refuse_module
@@ -470,8 +484,8 @@ def copied_module(module: nn.Module) -> nn.Module:
     """A copy of a module. Functions that it keeps, such as `lambda h: h @ self.table.weight.T`, refer to the copy's parts."""
     if parts := sharded_parts(module):
         raise UnsupportedError(
-            f"Module '{parts[0]}' ({type(module.get_submodule(parts[0])).__name__}) has its rows in several processes, and cannot "
-            "be copied, as is done to try a model out. Check it before sharding: before shard, DistributedModelParallel or "
+            f"Module '{parts[0]}' ({type(module.get_submodule(parts[0])).__name__}) has its rows in several processes, and "
+            "cannot be copied, as is done to try a model out. Check it before sharding: before shard, DistributedModelParallel or "
             "shard_tables, in one process, with smaller tables if need be."
         )
     memo: dict[int, Any] = {}
@@ -502,9 +516,7 @@ def _gap(observed: Tensor | None, wanted: Tensor, size: float) -> float:
     return float((observed.reshape(wanted.shape) - wanted).norm()) / size
 
 
-def map_tensors(
-    value: Any, change: Callable[[Tensor], Tensor], of_jagged: Callable[[Any], Any] | None = None
-) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], of_jagged: Callable[[Any], Any] | None = None) -> Any:
     """A batch of changed tensors. Of jagged ones values and weights are changed, or `of_jagged` says what they become."""
     if isinstance(value, Tensor):
         return change(value)

@@ -88,9 +88,9 @@ def test_memory_of_a_machine_and_of_a_group(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_errors_of_memory() -> None:
-    with pytest.raises(SparseDPError, match=r"too little memory for it \(it was to allocate 800 bytes\)\. Take less"):
-        with naming_what_has_no_room("it", "Take less."):
-            raise RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 800 bytes. Error code 12")
+    said = r"too little memory for it \(it was to allocate 800 bytes\)\. Take less"
+    with pytest.raises(SparseDPError, match=said), naming_what_has_no_room("it", "Take less."):
+        raise RuntimeError("[enforce fail] can't allocate memory: you tried to allocate 800 bytes. Error code 12")
     with pytest.raises(SparseDPError, match=r"allocate 8\.00 GiB"), naming_what_has_no_room("it", "Take less."):
         raise MemoryError("Unable to allocate 8.00 GiB for an array")
     with pytest.raises(RuntimeError, match="another"), naming_what_has_no_room("it", "Take less."):

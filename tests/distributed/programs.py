@@ -214,7 +214,8 @@ def begin(
         others = [p for name, p in module.named_parameters() if not name.startswith(("tables", "country"))]
         kinds = {
             "adagrad and adam": torch.optim.Adagrad, "sgd and adam": torch.optim.SGD,
-            "sparse adam and sgd": torch.optim.SparseAdam, "row-wise adagrad and adam": RowWiseAdagrad,
+            "sparse adam and sgd": torch.optim.SparseAdam, "row-wise adagrad and adam": sparsedp.RowWiseAdagrad,
+            "torchrec's row-wise adagrad and adam": RowWiseAdagrad,
         }  # fmt: skip
         dense = torch.optim.SGD if optimizer.endswith("sgd") else torch.optim.Adam
         mover = [kinds[optimizer](tables, lr=0.01), dense(others, lr=0.01)]
@@ -642,17 +643,22 @@ def of_torchrec() -> dict[str, Any]:
     def row_wise_adagrad(module: nn.Module) -> Any:
         return [RowWiseAdagrad(module.tables.parameters()), torch.optim.SGD(module.over.parameters())]
 
+    def own_row_wise_adagrad(module: nn.Module) -> Any:
+        return [sparsedp.RowWiseAdagrad(module.tables.parameters()), torch.optim.SGD(module.over.parameters())]
+
     return {
         "combined": asked(with_fused(), lambda m: CombinedOptimizer([m.tables.fused_optimizer, dense(m)])),
         "wrapped": asked(with_fused(), dense),
         "in a list": asked(with_fused(), lambda m: [m.tables.fused_optimizer, torch.optim.Adam(m.over.parameters())]),
         "row-wise": asked(with_fused(), row_wise_adagrad),
         "row-wise by columns": asked(sharded(make(with_country=False), "column_wise"), row_wise_adagrad, "dpsgd"),
+        "ours": asked(sharded(make(with_country=False), "row_wise"), own_row_wise_adagrad),
+        "ours by columns": asked(sharded(make(with_country=False), "column_wise"), own_row_wise_adagrad),
         "in the backward pass": _said(_in_backward),
         "instead": asked(
             with_fused(),
             lambda module: [
-                torch.optim.Adagrad(sparsedp.table_parameters(module), lr=0.02),
+                sparsedp.RowWiseAdagrad(sparsedp.table_parameters(module), lr=0.02),
                 torch.optim.Adam(sparsedp.dense_parameters(module), lr=0.001),
             ],
         ),

@@ -64,8 +64,14 @@ def test_another_number_of_ranks_goes_on_alike(tmp_path: Path, mechanism: str, s
         ("lazydp", {"unit": "user"}),
         ("lazydp by step", {"max_physical_batch": 8}),
         ("adafest+", {"unit": "user", "optimizer": "adagrad"}),
+        ("adafest", {"unit": "user", "optimizer": "row-wise adagrad and adam"}),
     ],
-    ids=["LazyDP, users", "LazyDP, physical batches", "AdaFEST+, users, Adagrad"],
+    ids=[
+        "LazyDP, users",
+        "LazyDP, physical batches",
+        "AdaFEST+, users, Adagrad",
+        "AdaFEST, users, RowWiseAdagrad and Adam",
+    ],
 )
 def test_one_process_three_ranks_two_ranks_within_epochs(
     tmp_path: Path, mechanism: str, settings: dict[str, Any]
@@ -143,7 +149,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_optimizers_of_torchrec_are_refused_with_torchs_own() -> None:
     for ended in launch(2, "of_torchrec"):
         said = ended.value
-        tables = "torch.optim.Adagrad(sparsedp.table_parameters(module), lr=0.02)"
+        tables = "sparsedp.RowWiseAdagrad(sparsedp.table_parameters(module), lr=0.02)"
         dense = "torch.optim.Adam(sparsedp.dense_parameters(module), lr=0.001)"
         assert f"pass optimizer=[{tables}, {dense}]" in said["combined"] and "CombinedOptimizer" in said["combined"]
         assert "KeyedOptimizerWrapper" in said["wrapped"] and dense in said["wrapped"]
@@ -152,7 +158,9 @@ def test_optimizers_of_torchrec_are_refused_with_torchs_own() -> None:
         assert "torch.optim.SGD(sparsedp.table_parameters(module), lr=0.02)" in said["in the backward pass"]
         assert "apply_optimizer_in_backward" in said["in the backward pass"]
         assert "RowWiseAdagrad does not take" in said["row-wise"]
+        assert "sparsedp.RowWiseAdagrad" in said["row-wise"] and said["ours"] == "nothing was refused"
         assert "mean over all columns" in said["row-wise by columns"]
+        assert "mean over all columns" in said["ours by columns"]
 
 
 def test_parameters_of_any_type_are_compared() -> None:

@@ -63,7 +63,22 @@ def test_most_runs_are_equal_bit_for_bit(ranks: int) -> None:
         ((("optimizer", "sgd and adam"), ("mechanisms", ("lazydp", "dpsgd"))), 1e-5),
         ((("optimizer", "sparse adam and sgd"), ("mechanisms", ("adafest", "eana"))), 1e-5),
         # TorchRec's own cannot be made on a rank that has nothing of a table.
-        ((("optimizer", "row-wise adagrad and adam"), ("mechanisms", ("dpsgd",)), ("shardings", ("row_wise",))), 1e-5),
+        (
+            (
+                ("optimizer", "torchrec's row-wise adagrad and adam"),
+                ("mechanisms", ("dpsgd",)),
+                ("shardings", ("row_wise",)),
+            ),
+            1e-5,
+        ),
+        (
+            (
+                ("optimizer", "row-wise adagrad and adam"),
+                ("mechanisms", ("adafest", "fest", "dpsgd")),
+                ("shardings", ("row_wise", "table_wise")),
+            ),
+            1e-5,
+        ),
         ((("kind", "sequences"), ("mechanisms", ("adafest", "lazydp", "dpsgd"))), CLOSE),
         ((("kind", "weighted"), ("mechanisms", ("adafest", "lazydp by step"))), CLOSE),
     ],
@@ -75,6 +90,7 @@ def test_most_runs_are_equal_bit_for_bit(ranks: int) -> None:
         "Adagrad and Adam",
         "SGD and Adam",
         "SparseAdam and SGD",
+        "TorchRec's RowWiseAdagrad and Adam",
         "RowWiseAdagrad and Adam",
         "sequences",
         "weighted",

@@ -47,7 +47,9 @@ def test_another_abi_is_explained_with_the_release_to_install(monkeypatch: pytes
 @pytest.mark.parametrize("release", ["1.7.9", "1.0.0", "1.9.3", "1.10.0", "2.0.0"])
 def test_releases_that_were_not_tried_are_refused(release: str) -> None:
     """With the release that all tests run with, which is what constraints.txt installs."""
-    wanted = rf"TorchRec {release} .*1\.8\.0 is tested, and up to 1\.9\.2 is taken.*pip install --no-deps torchrec==1\.8\.0"
+    wanted = (
+        rf"TorchRec {release} .*1\.8\.0 is tested, and up to 1\.9\.2 is taken.*pip install --no-deps torchrec==1\.8\.0"
+    )
     with pytest.raises(UnsupportedError, match=wanted):
         _require_release(release)
     constraints = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()

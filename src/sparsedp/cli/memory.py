@@ -13,13 +13,17 @@ _MEMINFO = Path("/proc/meminfo")
 # What a group of processes, such as a container, may have and has: of the second version of Linux' groups and of the first.
 _GROUPS = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current", "inactive_file"),
-    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes", "total_inactive_file"),
-)  # fmt: skip
+    (
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+)
 
 
 def memory_left() -> int | None:
     """Bytes that this process can still take without others having to give theirs up, as Linux says; None: not known."""
-    left = [_left_in_machine(), *(_left_in_group(*map(Path, files[:2]), files[2]) for files in _GROUPS)]
+    left = [_left_in_machine(), *(_left_in_group(Path(most), Path(used), pages) for most, used, pages in _GROUPS)]
     return min((count for count in left if count is not None), default=None)
 
 

@@ -155,9 +155,9 @@ class _ImageMethods:
     def forward(self, features: Any) -> Any:
         if features.variable_stride_per_key():
             raise UnsupportedError(
-                "A KeyedJaggedTensor with another batch for each feature is refused: which of its values are of the same example, "
-                "whose gradient is to be clipped as a whole, is not known. Give every feature a length for each example of the "
-                "batch, 0 where it has no ids."
+                "A KeyedJaggedTensor with another batch for each feature is refused: which of its values are of the same "
+                "example, whose gradient is to be clipped as a whole, is not known. Give every feature a length for each "
+                "example of the batch, 0 where it has no ids."
             )
         # What it keeps besides these, such as the parts of each feature, may be of other values: capture and the sharded
         # collection would not look up the same.
@@ -309,12 +309,8 @@ def placement_in(plan: Mapping[str, Any]) -> dict[str, tuple[PlacedShard, ...]]:
                 _refused(full, f"sharding type '{kind}'", reason, f"Use one of {', '.join(_SHARDINGS)}")
             )
         if kernel not in _KERNELS:
-            raise UnsupportedError(
-                _refused(
-                    full, f"compute kernel '{kernel}'", "it keeps rows in a cache or a store of its own, and rows are moved where "
-                    "they are", "Use 'fused'",
-                )  # fmt: skip
-            )
+            reason = "it keeps rows in a cache or a store of its own, and here they are moved where they are"
+            raise UnsupportedError(_refused(full, f"compute kernel '{kernel}'", reason, "Use 'fused'"))
         if kind == "data_parallel":
             placed[full] = ()
             continue
@@ -324,11 +320,8 @@ def placement_in(plan: Mapping[str, Any]) -> dict[str, tuple[PlacedShard, ...]]:
         )
         held = [part.rank for part in parts if len(part.shard.rows)]
         if len(set(held)) < len(held):
-            raise UnsupportedError(
-                _refused(
-                    full, "several shards on one rank", "a rank moves and noises one part of each", "Give each rank one shard",
-                )  # fmt: skip
-            )
+            reason = "a rank moves and noises one part of each"
+            raise UnsupportedError(_refused(full, "several shards on one rank", reason, "Give each rank one shard"))
         placed[full] = tuple(part for part in parts if len(part.shard.rows))
     return placed
 

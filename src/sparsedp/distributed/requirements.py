@@ -48,8 +48,8 @@ def _require_release(release: str) -> None:
     first, last = (_numbers(known) for known in TORCHREC)
     if not first <= _numbers(release) <= last:
         raise UnsupportedError(
-            f"TorchRec {release} was not tried with SparseDP, which reads TorchRec's own shards and plans: {TORCHREC[0]} is tested, "
-            f"and up to {TORCHREC[1]} is taken. Install what is tested: pip install --no-deps torchrec=={TORCHREC[0]}"
+            f"TorchRec {release} was not tried with SparseDP, which reads TorchRec's own shards and plans: {TORCHREC[0]} is "
+            f"tested, and up to {TORCHREC[1]} is taken. Install what is tested: pip install --no-deps torchrec=={TORCHREC[0]}"
         )
 
 

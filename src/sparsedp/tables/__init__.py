@@ -5,7 +5,13 @@ from sparsedp.tables.local import LocalOwner
 from sparsedp.tables.owner import Owner, Ownership, SeveralOwners
 from sparsedp.tables.ranks import LocalExchange, OneRank, Ranks, RowExchange
 from sparsedp.tables.spec import (
-    Shard, TableSpec, dense_parameters, find_tables, sharded_parts, table_parameters, table_specs,
+    Shard,
+    TableSpec,
+    dense_parameters,
+    find_tables,
+    sharded_parts,
+    table_parameters,
+    table_specs,
 )  # fmt: skip
 
 __all__ = [

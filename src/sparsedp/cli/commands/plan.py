@@ -37,7 +37,8 @@ EPILOG = """examples:
 Rows touched, selected and falsely selected are predicted from a look at the training data, without noise, or from
 public counts: a .npz, .pt or .json file that holds, for each table's name, how many units touch each row, and
 under the name units how many units were counted. To measure the time of a step, a few real private steps are taken on
-a model that is then thrown away; with --nproc only if --measure says so, as whole tables then have to fit into memory. Times are of this machine, as busy as it is now; the memory is an estimate.
+a model that is then thrown away; with --nproc only if --measure says so, as whole tables then have to fit into memory.
+Times are of this machine, as busy as it is now; the memory is an estimate.
 """
 
 
