@@ -485,8 +485,8 @@ def copied_module(module: nn.Module) -> nn.Module:
     if parts := sharded_parts(module):
         raise UnsupportedError(
             f"Module '{parts[0]}' ({type(module.get_submodule(parts[0])).__name__}) has its rows in several processes, and "
-            "cannot be copied, as is done to try a model out. Check it before sharding: before shard, DistributedModelParallel or "
-            "shard_tables, in one process, with smaller tables if need be."
+            "cannot be copied, as is done to try a model out. Check it before sharding: before shard, DistributedModelParallel "
+            "or shard_tables, in one process, with smaller tables if need be."
         )
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(module, memo)

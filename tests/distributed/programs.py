@@ -593,6 +593,8 @@ def refusals(folder: str) -> dict[str, str]:
     said["only rank 1 fails"] = _said(
         lambda: begin(sharded(make(with_country=False), "row_wise"), "adafest", data=Clicks(20 if rank else 200))
     )
+    with _replaced(torch, "__version__", "2.99.0" if rank else torch.__version__):
+        said["another torch"] = _said(lambda: begin(sharded(make(with_country=False), "row_wise"), "adafest"))
     said["DDP"] = _said(lambda: begin(_with_ddp(), "adafest"))
     said["FSDP"] = _said(lambda: begin(_with_fsdp(), "adafest"))
     said["a copied table"] = _said(lambda: begin(sharded(make(), "row_wise"), "lazydp"))

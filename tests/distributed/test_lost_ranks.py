@@ -130,6 +130,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         said = ended.value
         assert "differs from rank 0 in the plan" in said["another plan"]
         assert "differs from rank 0 in the data" in said["other data"]
+        assert "Rank 1 differs from rank 0 in" in said["another torch"] and "2.99.0" in said["another torch"]
         assert "user(s) have examples on rank 0 and on rank 1" in said["users on two ranks"]
         assert "exceeds the data set's 20 examples" in said["only rank 1 fails"]
         assert "DistributedDataParallel" in said["DDP"] and "'over'" in said["DDP"]
