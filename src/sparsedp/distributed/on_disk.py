@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from sparsedp.errors import SparseDPError
+
 LARGE = 1 << 26  # bytes; smaller tensors are made as ever
 
 
@@ -113,8 +115,13 @@ class _WithoutValues(_OnDisk):
     def _mapped(self, like: Tensor) -> Tensor:
         try:
             return super()._mapped(like)
-        except RuntimeError:  # no addresses left (ulimit -v): one number stands for all, which most operations can read
-            return torch.zeros((), dtype=like.dtype).expand(like.shape).requires_grad_(like.requires_grad)
+        except (
+            RuntimeError
+        ) as error:  # one number cannot stand for all: lookups of it would not be seen as those of a table
+            raise SparseDPError(
+                f"A weight of {like.nbytes:,} bytes takes no memory here, but as many addresses, and this process may not "
+                "have so many. Raise that limit: ulimit -v unlimited."
+            ) from error
 
     def _has_no_values(self, tensor: Any) -> bool:
         if (
@@ -124,8 +131,7 @@ class _WithoutValues(_OnDisk):
             or tensor.nbytes < self._large
         ):
             return False
-        storage = tensor.untyped_storage()
-        return storage.filename is not None or storage.nbytes() < tensor.nbytes
+        return tensor.untyped_storage().filename is not None
 
     @staticmethod
     def _make_room(handle: int, size: int) -> None:
