@@ -55,6 +55,7 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "decay": lambda p: torch.optim.SGD(p, lr=0.3, weight_decay=0.1),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.3, momentum=0.9),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.3),
+    "row-wise adagrad": lambda p: sparsedp.RowWiseAdagrad(p, lr=0.3),
     "sparse adam": lambda p: torch.optim.SparseAdam(p, lr=0.3),
     "adam": lambda p: torch.optim.Adam(p, lr=0.3),
     "foreach": lambda p: torch.optim.Adam(p, lr=0.3, foreach=True),
@@ -67,7 +68,7 @@ def takes(mechanism: str, optimizer: str) -> bool:
     if mechanism.startswith("lazydp"):
         return optimizer in ("sgd", "decay", "momentum")
     if mechanism in SPARSE:
-        return optimizer in ("sgd", "adagrad", "sparse adam")
+        return optimizer in ("sgd", "adagrad", "row-wise adagrad", "sparse adam")
     return optimizer != "sparse adam"
 
 

@@ -20,6 +20,7 @@ from sparsedp.explain import Explanation, explain
 from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import DPSGD, EANA, FEST, AdaFEST, ExponentialSelection, LazyDP, Mechanism, PublicCounts
 from sparsedp.plan import PrivacyPlan
+from sparsedp.row_wise_adagrad import RowWiseAdagrad
 from sparsedp.sampling import Stream
 from sparsedp.settings import PrivacySettings
 from sparsedp.statement import PrivacyStatement
@@ -51,6 +52,7 @@ __all__ = [
     "PrivacyStatement",
     "PrivateValidation",
     "PublicCounts",
+    "RowWiseAdagrad",
     "SparseDPError",
     "SparseDPWarning",
     "Stream",

@@ -21,15 +21,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from sparsedp.capture import Capture, Captured, RepeatedDraws, Replaced, RowSparse, join_digests
+from sparsedp.capture import (
+    Capture,
+    Captured,
+    RepeatedDraws,
+    Replaced,
+    RowSparse,
+    change_jagged,
+    is_jagged,
+    jagged_units,
+    join_digests,
+    take_of_jagged,
+)  # fmt: skip
 from sparsedp.capture.compiled import WithoutCompilation
 from sparsedp.capture.precision import LOW_PRECISION
 from sparsedp.clipping import Clipping
 from sparsedp.counting import arguments_of
-from sparsedp.errors import NonFiniteGradientError, SparseDPError, SparseDPWarning, UnitsMixedError, refuse_labels
+from sparsedp.errors import (
+    NonFiniteGradientError,
+    SparseDPError,
+    SparseDPWarning,
+    UnitsMixedError,
+    UnsupportedError,
+    refuse_labels,
+)  # fmt: skip
 from sparsedp.fused import replace_fused
 from sparsedp.refusals import refuse_module
 from sparsedp.sampling import BatchInfo, PrivateLoader, collate_anew
+from sparsedp.tables import sharded_parts
 
 # Of a unit's gradient. In float32 rounding is some 1e-7 in each operation and grows with the depth of a model and with the root
 # of the number of terms of a sum: 1e-3 is above that, and below what batch statistics or a divisor of the batch change.
@@ -116,6 +135,12 @@ def check(
     return _compare_all(Trial(module, loss_fn, loss_reduction, replace_recurrent, torch.float32), comparisons, units)
 
 
+def memory_of_check(module: nn.Module) -> int:
+    """The bytes that `check` takes beside a module, about: a copy, and of what is trained three gradients, in float64."""
+    trained = [p.numel() for p in module.parameters() if p.requires_grad]
+    return 8 * (sum(p.numel() for p in module.parameters()) + 2 * sum(trained) + max(trained, default=0))
+
+
 def is_of_dtypes(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and bool(re.search(r"dtype|scalar type|data type|Double", str(error)))
 
@@ -153,33 +178,45 @@ def _compare(trial: Trial, batch: Any, total: int, units: int, take: _Take) -> C
     trial.draws.together(total)
     together = trial.captured(batch, total)
     norms = together.norms()
-    largest, tolerance = 0.0, TOLERANCES[trial.dtype]
+    largest = 0.0
     for index in looked_at:
-        reference, captured_alone, copies = _alone(trial, batch, index, take)
-        by_capture = captured_alone.gradient(0)
-        among = together.gradient(index)
-        public = captured_alone.public
-        if captured_alone.digests != together.digests:
-            raise UnitsMixedError(
-                "The loss has terms that depend on parameters alone (penalties), and they are not the same for one unit and for "
-                f"{total}. Nothing clips such a term: it must not depend on the batch, nor on how many units that has."
-            )
-        counted = copies if trial.reduction == "sum" else 1
-        reference = {name: (value - public.get(name, 0.0)) / counted for name, value in reference.items()}
-        size = max(float(value.norm()) for value in reference.values()) or 1.0
-        for name, wanted in reference.items():
-            gap = _gap(by_capture.get(name), wanted, size)
-            if not gap <= tolerance:  # also if it is not a number
-                raise _differing(name, gap, trial.is_random(trial.converted(take(batch, index, copies)), index))
-            shift = _gap(among.get(name), wanted, size)
-            if not shift <= tolerance:
-                raise UnitsMixedError(_mixing_message(name, shift, among, reference, trial.reduction, total))
-            largest = max(largest, gap, shift)
-        norm = torch.stack([value.square().sum() for value in among.values()]).sum().sqrt()
-        factor = Clipping(1.0).factors(norms[index : index + 1])[0]
-        if not float(norm * factor) <= 1 + tolerance:
-            raise SparseDPError(f"Unit {index} exceeds the clip bound after clipping: {float(norm * factor):.6f} > 1.")
+        largest = max(largest, _compare_unit(trial, batch, total, index, take, together, float(norms[index])))
     return CheckReport(len(looked_at), len(trial.parameters), largest, trial.dtype)
+
+
+def _compare_unit(
+    trial: Trial, batch: Any, total: int, index: int, take: _Take, together: _Observed, norm_among: float
+) -> float:
+    """The largest difference that was found for a unit. At most three gradients of the size of the module are held at a time."""
+    largest, tolerance = 0.0, TOLERANCES[trial.dtype]
+    reference, captured_alone, copies = _alone(trial, batch, index, take)
+    if captured_alone.digests != together.digests:
+        raise UnitsMixedError(
+            "The loss has terms that depend on parameters alone (penalties), and they are not the same for one unit and for "
+            f"{total}. Nothing clips such a term: it must not depend on the batch, nor on how many units that has."
+        )
+    for name in captured_alone.public.keys() & reference.keys():
+        reference[name] = reference[name] - captured_alone.public[name]
+    if trial.reduction == "sum" and copies > 1:
+        reference = {name: value / copies for name, value in reference.items()}
+    size = max(float(value.norm()) for value in reference.values()) or 1.0
+    by_capture = captured_alone.gradient(0)
+    gaps = {name: _gap(by_capture.get(name), wanted, size) for name, wanted in reference.items()}
+    del by_capture
+    among = together.gradient(index)
+    for name, wanted in reference.items():
+        gap = gaps[name]
+        if not gap <= tolerance:  # also if it is not a number
+            raise _differing(name, gap, trial.is_random(trial.converted(take(batch, index, copies)), index))
+        shift = _gap(among.get(name), wanted, size)
+        if not shift <= tolerance:
+            raise UnitsMixedError(_mixing_message(name, shift, among, reference, trial.reduction, total))
+        largest = max(largest, gap, shift)
+    norm = torch.stack([value.square().sum() for value in among.values()]).sum().sqrt()
+    factor = Clipping(1.0).factors(torch.tensor([norm_among], dtype=torch.float64))[0]
+    if not float(norm * factor) <= 1 + tolerance:
+        raise SparseDPError(f"Unit {index} exceeds the clip bound after clipping: {float(norm * factor):.6f} > 1.")
+    return largest
 
 
 def _differing(name: str, gap: float, is_random: bool) -> SparseDPError:
@@ -227,7 +264,7 @@ def _alone(trial: Trial, batch: Any, unit: int, take: _Take) -> tuple[Gradients,
             "each were compared. Poisson sampling draws such batches now and then, and training would end there. Often it is "
             "a squeeze() that takes the axis of the batch, too: squeeze(-1) does not.",
             SparseDPWarning,
-            stacklevel=5,
+            stacklevel=6,
         )
         return result
 
@@ -445,6 +482,12 @@ def _converted(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def copied_module(module: nn.Module) -> nn.Module:
     """A copy of a module. Functions that it keeps, such as `lambda h: h @ self.table.weight.T`, refer to the copy's parts."""
+    if parts := sharded_parts(module):
+        raise UnsupportedError(
+            f"Module '{parts[0]}' ({type(module.get_submodule(parts[0])).__name__}) has its rows in several processes, and "
+            "cannot be copied, as is done to try a model out. Check it before sharding: before shard, DistributedModelParallel "
+            "or shard_tables, in one process, with smaller tables if need be."
+        )
     memo: dict[int, Any] = {}
     copied = copy.deepcopy(module, memo)
     for part in copied.modules():
@@ -473,11 +516,14 @@ def _gap(observed: Tensor | None, wanted: Tensor, size: float) -> float:
     return float((observed.reshape(wanted.shape) - wanted).norm()) / size
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor], of_jagged: Callable[[Any], Any] | None = None) -> Any:
+    """A batch of changed tensors. Of jagged ones values and weights are changed, or `of_jagged` says what they become."""
     if isinstance(value, Tensor):
         return change(value)
+    if is_jagged(value):
+        return change_jagged(value, change) if of_jagged is None else of_jagged(value)
     if isinstance(value, Mapping):
-        items = {key: map_tensors(item, change) for key, item in value.items()}
+        items = {key: map_tensors(item, change, of_jagged) for key, item in value.items()}
         if type(value) is dict or not isinstance(value, MutableMapping):
             return items
         made = copy.copy(value)  # such as transformers' BatchEncoding, whose entries are attributes, too
@@ -485,26 +531,32 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             made[key] = item
         return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
+        return type(value)(*(map_tensors(item, change, of_jagged) for item in value))
     if isinstance(value, (tuple, list)):
-        return type(value)(map_tensors(item, change) for item in value)
+        return type(value)(map_tensors(item, change, of_jagged) for item in value)
     if is_dataclass(value) and not isinstance(value, type):
         changed: Any = copy.copy(value)
         for each in fields(value):
-            object.__setattr__(changed, each.name, map_tensors(getattr(value, each.name), change))
+            object.__setattr__(changed, each.name, map_tensors(getattr(value, each.name), change, of_jagged))
         return changed
     return value
 
 
-def _sizes(batch: Any) -> list[int]:
+def _sizes(batch: Any, of_jagged: Callable[[Any], Any] | None = None) -> list[int]:
     sizes: list[int] = []
-    map_tensors(batch, lambda t: (sizes.append(t.shape[0]) if t.dim() else None) or t)  # type: ignore[func-returns-value]
+
+    def note(tensor: Tensor) -> Tensor:
+        if tensor.dim():
+            sizes.append(tensor.shape[0])
+        return tensor
+
+    map_tensors(batch, note, of_jagged or (lambda jagged: sizes.append(jagged_units(jagged))))
     return sizes
 
 
 def len_of(batch: Any) -> int:
     """The number of units of a batch that only the caller can take apart: that of its last tensor, the target."""
-    sizes = _sizes(batch)
+    sizes = _sizes(batch, lambda jagged: jagged)
     return sizes[-1] if sizes else 0
 
 
@@ -519,4 +571,4 @@ def count_units(batch: Any) -> int:
 
 
 def take_units(batch: Any, indices: list[int]) -> Any:
-    return map_tensors(batch, lambda t: t[indices] if t.dim() else t)
+    return map_tensors(batch, lambda t: t[indices] if t.dim() else t, lambda jagged: take_of_jagged(jagged, indices))

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 import sparsedp
 from sparsedp import UnitsMixedError, UnsupportedError
+from sparsedp.check import take_units
 from support import Apply, make_private
 
 ROWS, DIM, FEATURES, LONGEST, SIZE, CLIP = 9, 3, 2, 4, 24, 0.3
@@ -425,3 +426,82 @@ MIXED_LOOPS: dict[str, Callable[[nn.Module, Tensor, list[int]], Tensor]] = {
 def test_units_that_are_taken_one_by_one_do_not_meet(form: str) -> None:
     with pytest.raises(REFUSED):
         run_loop(MIXED_LOOPS[form])
+
+
+# ------------------------------------------------------------------ units out of a batch
+
+
+class Made:
+    """As TorchRec's: made of keys, values, weights and lengths or offsets, with what is computed of them kept beside."""
+
+    def __init__(
+        self, keys: list[str], values: Tensor, weights: Tensor | None = None, lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        self._keys, self._values, self._weights, self._lengths, self._offsets = keys, values, weights, lengths, offsets
+        self._length_per_key = (lengths if lengths is not None else offsets.diff()).view(len(keys), -1).sum(1).tolist()  # type: ignore[union-attr]
+
+
+def made(batch: list[Example], by_offsets: bool = False) -> tuple[Made, Tensor]:
+    texts, numbers = keyed(batch, by_offsets)
+    return Made(texts._keys, texts._values, texts._weights, texts._lengths, texts._offsets), numbers
+
+
+@pytest.mark.parametrize("by_offsets", [False, True])
+@pytest.mark.parametrize("build", [keyed, made])
+@pytest.mark.parametrize("form", FORMS)
+def test_check_takes_units_out_of_jagged_tensors(form: str, build: Callable[..., Any], by_offsets: bool) -> None:
+    batch = build(examples()[:6], by_offsets)
+    report = sparsedp.check(reader(FORMS[form]), loss_of, batch, loss_reduction="sum", units=6)
+    assert report.largest_difference < 1e-9 and report.units == 6 and report.dtype == torch.float64
+    assert sparsedp.explain(reader(FORMS[form]), loss_of, batch).units == 6
+
+
+def test_what_is_taken() -> None:
+    """Each unit's values and weights, feature by feature, as often as it is named."""
+    rows = examples()[:5]
+    for build, by_offsets in itertools.product((keyed, made), (False, True)):
+        batch = build(rows, by_offsets)
+        for indices in ([2], [4, 0, 4], [], [0, 1, 2, 3, 4]):
+            taken, numbers = take_units(batch, indices)
+            wanted = build([rows[i] for i in indices], by_offsets)[0] if indices else None
+            assert torch.equal(numbers, batch[1][indices])
+            if wanted is None:
+                assert not len(taken._values) and not len(taken._weights)
+                continue
+            for field in ("_values", "_weights"):
+                assert torch.equal(getattr(taken, field), getattr(wanted, field))
+            lengths = [t._lengths if t._lengths is not None else t._offsets.diff() for t in (taken, wanted)]
+            assert torch.equal(*lengths)
+            if build is made:
+                assert taken._length_per_key == wanted._length_per_key
+
+
+def test_units_that_mix_are_seen_in_a_batch_of_jagged_tensors() -> None:
+    with pytest.raises(REFUSED):
+        sparsedp.check(reader(MIXED["others' rows"]), loss_of, made(examples()[:6]), loss_reduction="sum")
+
+
+def test_jagged_tensors_that_cannot_be_cut() -> None:
+    """They are refused with what to give: the module is not blamed."""
+    model = reader(FORMS["bags"])
+    texts, numbers = made(examples()[:6])
+    texts._keys = [*texts._keys, "another", "and another", "and a last one"]
+    with pytest.raises(UnsupportedError, match=r"a length for each unit.*data_loader=.*take="):
+        sparsedp.check(model, loss_of, (texts, numbers), loss_reduction="sum")
+    texts, numbers = made(examples()[:6])
+    texts.variable_stride_per_key = lambda: True
+    with pytest.raises(UnsupportedError, match="data_loader="):
+        sparsedp.check(model, loss_of, (texts, numbers), loss_reduction="sum")
+
+    class Other(Made):
+        def __init__(self, rows: list[Example]) -> None:
+            self.__dict__.update(vars(made(rows)[0]))
+
+    with pytest.raises(UnsupportedError, match=r"Other.*not made of values, weights and lengths.*take="):
+        sparsedp.check(model, loss_of, (Other(examples()[:6]), numbers), loss_reduction="sum")
+    report = sparsedp.check(
+        model, loss_of, (Other(examples()[:6]), numbers), loss_reduction="sum",
+        take=lambda batch, units: (Other([examples()[i] for i in units]), batch[1][units]),
+    )  # fmt: skip
+    assert report.largest_difference < 1e-9

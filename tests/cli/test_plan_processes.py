@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -120,3 +121,82 @@ def test_places_that_are_none(section: str, capsys: pytest.CaptureFixture[str]) 
     Path("tiny.yaml").write_text(TINY + f"distributed: {section}\n")
     assert main(["plan", "tiny.yaml", "--quiet"]) == 2
     assert "distributed.tables" in capsys.readouterr().err
+
+
+OWN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+
+def make_data():
+    torch.manual_seed(0)
+    return TensorDataset(torch.randint(0, 1000, (400, 2)), torch.randint(0, 1000, (400, 3)), torch.rand(400))
+
+
+class Large(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.bag = nn.Embedding(4_000_000, 64), nn.EmbeddingBag(1000, 64)  # 1 GB of the first
+        nn.init.trunc_normal_(self.one.weight, std=0.1)
+        with torch.no_grad():
+            self.one.weight[0].fill_(0.0)
+            self.one.weight.mul_(0.5)
+
+    def forward(self, one, several):
+        return (self.one(one).sum(1) * self.bag(several)).sum(1)
+
+
+def make_model(training):
+    return Large()
+
+
+def loss(output, target):
+    return nn.functional.mse_loss(output, target)
+"""
+LARGE_TABLES = """
+data: {kind: "large:make_data"}
+model: {kind: "large:make_model"}
+loss: "large:loss"
+optimizer: {name: Adagrad, lr: 0.05}
+training: {epochs: 1, batch_size: 40}
+privacy: {noise_multiplier: 1.0, max_grad_norm: 1.0, mechanism: {name: adafest, threshold: 4.0, noise_ratio: 2.0}}
+"""
+LIMITED = """
+import resource, sys
+from sparsedp.cli.main import main
+import sparsedp.cli.commands.plan, sparsedp.cli.commands.train
+used = 1024 * int(next(l for l in open("/proc/self/status") if l.startswith("VmData")).split()[1])
+resource.setrlimit(resource.RLIMIT_DATA, (used + (600 << 20),) * 2)  # shared pages of files do not count
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def limited(*argv: str) -> subprocess.CompletedProcess[str]:
+    Path("large.py").write_text(OWN)
+    Path("large.yaml").write_text(LARGE_TABLES)
+    return subprocess.run([sys.executable, "-c", LIMITED, *argv], capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits on a process's own memory")
+def test_tables_that_have_no_room_here(tmp_path: Path) -> None:
+    """They are planned without values, and no steps are taken; what takes steps says that there is too little memory."""
+    asked = ["plan", "large.yaml", "--quiet", "--nproc", "4", "--hosts", "2", "--memory", "4GB"]
+    done = limited(*asked, "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert "measured" not in report and report["several_processes"]["fits"]
+    assert {table["name"]: table["bytes"] for table in report["tables"]}["one.weight"] == 4_000_000 * 64 * 4
+    assert report["memory_bytes"]["activations"] > 0 and report["several_processes"]["sent_bytes_per_step"]["mean"] > 0
+    done = limited(*asked, "--measure")
+    assert done.returncode == 2 and not done.stdout
+    assert "There is too little memory" in done.stderr and "--no-measure" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_steps_are_measured_if_asked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_report, "_SECONDS", 0.0)
+    assert main(["plan", "tiny.yaml", "--quiet", "--nproc", "2"]) == 0
+    assert "not measured: that takes steps in this one process" in capsys.readouterr().out
+    assert main(["plan", "tiny.yaml", "--quiet", "--json", "--nproc", "2", "--measure"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"]["steps"] == 1

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from sparsedp import table_parameters
+from sparsedp import RowWiseAdagrad, table_parameters
 from sparsedp.cli.config.load import load_config
 from sparsedp.cli.config.sweepfile import SweepRun, expand, load_sweep
 from sparsedp.cli.main import main
@@ -75,6 +75,9 @@ def test_what_is_made() -> None:
     for parameter in table_parameters(model):
         parameter.requires_grad_(True)
     assert type(config.optimizer.make(model)) is torch.optim.Adagrad
+    row_wise = load_config("base.yaml", ["optimizer.tables={name: RowWiseAdagrad, lr: 0.1, options: {lr_decay: 0.5}}"])
+    assert type(row_wise.optimizer.tables.make([{"params": list(model.parameters())}])) is RowWiseAdagrad
+    assert row_wise.optimizer.table_state_share() == 1 / 32, "one number for a row of the probe's 32"
     frozen = load_config("base.yaml", ["model.freeze_tables=true"])
     model = make_model(frozen, load_data(frozen).training)
     assert type(frozen.optimizer.make(model)) is torch.optim.Adam

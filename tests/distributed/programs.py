@@ -214,7 +214,8 @@ def begin(
         others = [p for name, p in module.named_parameters() if not name.startswith(("tables", "country"))]
         kinds = {
             "adagrad and adam": torch.optim.Adagrad, "sgd and adam": torch.optim.SGD,
-            "sparse adam and sgd": torch.optim.SparseAdam, "row-wise adagrad and adam": RowWiseAdagrad,
+            "sparse adam and sgd": torch.optim.SparseAdam, "row-wise adagrad and adam": sparsedp.RowWiseAdagrad,
+            "torchrec's row-wise adagrad and adam": RowWiseAdagrad,
         }  # fmt: skip
         dense = torch.optim.SGD if optimizer.endswith("sgd") else torch.optim.Adam
         mover = [kinds[optimizer](tables, lr=0.01), dense(others, lr=0.01)]
@@ -592,6 +593,8 @@ def refusals(folder: str) -> dict[str, str]:
     said["only rank 1 fails"] = _said(
         lambda: begin(sharded(make(with_country=False), "row_wise"), "adafest", data=Clicks(20 if rank else 200))
     )
+    with _replaced(torch, "__version__", "2.99.0" if rank else torch.__version__):
+        said["another torch"] = _said(lambda: begin(sharded(make(with_country=False), "row_wise"), "adafest"))
     said["DDP"] = _said(lambda: begin(_with_ddp(), "adafest"))
     said["FSDP"] = _said(lambda: begin(_with_fsdp(), "adafest"))
     said["a copied table"] = _said(lambda: begin(sharded(make(), "row_wise"), "lazydp"))
@@ -642,17 +645,22 @@ def of_torchrec() -> dict[str, Any]:
     def row_wise_adagrad(module: nn.Module) -> Any:
         return [RowWiseAdagrad(module.tables.parameters()), torch.optim.SGD(module.over.parameters())]
 
+    def own_row_wise_adagrad(module: nn.Module) -> Any:
+        return [sparsedp.RowWiseAdagrad(module.tables.parameters()), torch.optim.SGD(module.over.parameters())]
+
     return {
         "combined": asked(with_fused(), lambda m: CombinedOptimizer([m.tables.fused_optimizer, dense(m)])),
         "wrapped": asked(with_fused(), dense),
         "in a list": asked(with_fused(), lambda m: [m.tables.fused_optimizer, torch.optim.Adam(m.over.parameters())]),
         "row-wise": asked(with_fused(), row_wise_adagrad),
         "row-wise by columns": asked(sharded(make(with_country=False), "column_wise"), row_wise_adagrad, "dpsgd"),
+        "ours": asked(sharded(make(with_country=False), "row_wise"), own_row_wise_adagrad),
+        "ours by columns": asked(sharded(make(with_country=False), "column_wise"), own_row_wise_adagrad),
         "in the backward pass": _said(_in_backward),
         "instead": asked(
             with_fused(),
             lambda module: [
-                torch.optim.Adagrad(sparsedp.table_parameters(module), lr=0.02),
+                sparsedp.RowWiseAdagrad(sparsedp.table_parameters(module), lr=0.02),
                 torch.optim.Adam(sparsedp.dense_parameters(module), lr=0.001),
             ],
         ),
@@ -1229,6 +1237,20 @@ def planned_and_placed(mechanism: str, memory: float) -> dict[str, Any]:
     train(run, 1)
     expected = {name: choice.parts for name, choice in chosen.tables.items() if choice.kind != "data_parallel"}
     return {"kinds": {name: choice.kind for name, choice in chosen.tables.items()}, "placed": placement == expected}
+
+
+def checked(kind: str) -> dict[str, Any]:
+    """What `sparsedp.check` finds on a batch with a KeyedJaggedTensor; and says of modules whose tables are sharded."""
+    batch = collate([Clicks()[i] for i in range(6)])
+    loss = F.binary_cross_entropy_with_logits
+    report = sparsedp.check(make(kind, with_country=False), loss, batch)
+    divided = Plain()
+    shard_tables(divided)
+    module = sharded(make(kind, with_country=False), "row_wise")
+    said = [_said(lambda: sparsedp.check(module, loss, batch)), _said(lambda: sparsedp.check(divided, loss, batch))]
+    private = begin(module, "adafest")[1]
+    said += [_said(lambda: sparsedp.check(private, loss, batch)), _said(lambda: sparsedp.explain(private, loss, batch))]
+    return {"units": report.units, "difference": report.largest_difference, "dtype": str(report.dtype), "said": said}
 
 
 def places_refused(places: dict[str, str]) -> str:

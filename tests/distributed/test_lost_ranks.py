@@ -64,8 +64,14 @@ def test_another_number_of_ranks_goes_on_alike(tmp_path: Path, mechanism: str, s
         ("lazydp", {"unit": "user"}),
         ("lazydp by step", {"max_physical_batch": 8}),
         ("adafest+", {"unit": "user", "optimizer": "adagrad"}),
+        ("adafest", {"unit": "user", "optimizer": "row-wise adagrad and adam"}),
     ],
-    ids=["LazyDP, users", "LazyDP, physical batches", "AdaFEST+, users, Adagrad"],
+    ids=[
+        "LazyDP, users",
+        "LazyDP, physical batches",
+        "AdaFEST+, users, Adagrad",
+        "AdaFEST, users, RowWiseAdagrad and Adam",
+    ],
 )
 def test_one_process_three_ranks_two_ranks_within_epochs(
     tmp_path: Path, mechanism: str, settings: dict[str, Any]
@@ -124,23 +130,27 @@ def test_what_is_refused(tmp_path: Path) -> None:
         said = ended.value
         assert "differs from rank 0 in the plan" in said["another plan"]
         assert "differs from rank 0 in the data" in said["other data"]
+        assert "Rank 1 differs from rank 0 in" in said["another torch"] and "2.99.0" in said["another torch"]
         assert "user(s) have examples on rank 0 and on rank 1" in said["users on two ranks"]
         assert "exceeds the data set's 20 examples" in said["only rank 1 fails"]
         assert "DistributedDataParallel" in said["DDP"] and "'over'" in said["DDP"]
         assert "under FSDP" in said["FSDP"] and "'over'" in said["FSDP"]
+        assert "before any example's is clipped" in said["FSDP"] and "without fully_shard" in said["FSDP"]
         assert "'country.weight' is on every rank" in said["a copied table"]
         assert "id 999 is not a row of table" in said["a wrong id"]
         assert "NonFiniteGradientError" in said["NaN on one rank"]
         assert ("On rank 1" in said["NaN on one rank"]) == (rank == 0)
         assert "differs from rank 0 in its dense parameters" in said["parted"]
-        assert "another batch for each feature" in said["another batch for each feature"]
+        of_features = said["another batch for each feature"]
+        assert "another batch for each feature" in of_features and "of the same example" in of_features
+        assert "a length for each example" in of_features
         assert "'tables' looks each id of a batch up once" in said["index dedup"]
 
 
 def test_optimizers_of_torchrec_are_refused_with_torchs_own() -> None:
     for ended in launch(2, "of_torchrec"):
         said = ended.value
-        tables = "torch.optim.Adagrad(sparsedp.table_parameters(module), lr=0.02)"
+        tables = "sparsedp.RowWiseAdagrad(sparsedp.table_parameters(module), lr=0.02)"
         dense = "torch.optim.Adam(sparsedp.dense_parameters(module), lr=0.001)"
         assert f"pass optimizer=[{tables}, {dense}]" in said["combined"] and "CombinedOptimizer" in said["combined"]
         assert "KeyedOptimizerWrapper" in said["wrapped"] and dense in said["wrapped"]
@@ -149,7 +159,9 @@ def test_optimizers_of_torchrec_are_refused_with_torchs_own() -> None:
         assert "torch.optim.SGD(sparsedp.table_parameters(module), lr=0.02)" in said["in the backward pass"]
         assert "apply_optimizer_in_backward" in said["in the backward pass"]
         assert "RowWiseAdagrad does not take" in said["row-wise"]
+        assert "sparsedp.RowWiseAdagrad" in said["row-wise"] and said["ours"] == "nothing was refused"
         assert "mean over all columns" in said["row-wise by columns"]
+        assert "mean over all columns" in said["ours by columns"]
 
 
 def test_parameters_of_any_type_are_compared() -> None:

@@ -396,6 +396,24 @@ def test_a_killed_rank_is_named_and_the_run_goes_on(here: Path) -> None:
     assert json.loads(Path("run/private/result.json").read_text())["steps"] == 30
 
 
+@pytest.mark.parametrize("killed", [1, 0])
+def test_a_rank_that_is_killed_under_torchrun(here: Path, killed: int) -> None:
+    """The other one says which, in one line; torchrun says by what; the last checkpoint is whole."""
+    changes = (f"data.options={{killed: {killed}}}", "training.checkpoint_every=2", "distributed.rank_timeout=5")
+    given = [argument for change in changes for argument in ("--set", change)]
+    done = sparsedp("train", "mine.yaml", "--run-dir", "run", *given, command=TORCHRUN, code=1)
+    assert done.stderr.count("sparsedp: error:") == 1, done.stderr
+    (said,) = [line for line in done.stderr.splitlines() if line.startswith("sparsedp: error:")]
+    assert f"Rank(s) {killed} of 2 did not answer" in said and "The last checkpoint is whole" in said
+    assert "(SIGKILL)" in done.stderr and f"rank      : {killed} (" in done.stderr, "torchrun's own summary"
+    assert "torch.distributed.elastic" in done.stderr and "sparsedp/distributed" not in done.stderr, (
+        "no traceback of ours"
+    )
+    Path("own.py").write_text(OWN.replace("os.kill(os.getpid(), self.number)", "pass"))
+    sparsedp("train", "--resume", "run", "--trust", "own", "--quiet")
+    assert json.loads(Path("run/private/result.json").read_text())["steps"] == 30
+
+
 def test_ranks_with_other_configurations_are_refused_at_the_start(here: Path) -> None:
     """With a given noise multiplier the plan does not depend on these, and ranks would wait for each other in vain."""
     keys = {
@@ -413,6 +431,16 @@ def test_ranks_with_other_configurations_are_refused_at_the_start(here: Path) ->
         assert "the version of torch: 2.99.0 on rank 1" in ended.value["another torch"]
         assert "the file of own:clicks" in ended.value["other code"]
     assert not (here / "run").exists()
+
+
+def test_a_check_that_has_no_room_ends_all_before_they_start(here: Path) -> None:
+    """It is for the first process alone to do; as the other one would wait for it, it ends, too."""
+    Path("own.py").write_text(f"{OWN}\nimport sparsedp.cli.run\nsparsedp.cli.run.memory_left = lambda: 1000\n")
+    arguments = ("train", "mine.yaml", "--nproc", "2", "--run-dir", "run", "--set")
+    done = sparsedp(*arguments, "training.check=true", command=COMMAND, code=2)
+    (said,) = done.stderr.splitlines()
+    assert "training.check" in said and "are free" in said and "--set training.check=false" in said
+    assert not Path("run").exists()
 
 
 def test_what_is_refused_in_one_line(here: Path) -> None:

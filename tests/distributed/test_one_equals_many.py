@@ -63,7 +63,22 @@ def test_most_runs_are_equal_bit_for_bit(ranks: int) -> None:
         ((("optimizer", "sgd and adam"), ("mechanisms", ("lazydp", "dpsgd"))), 1e-5),
         ((("optimizer", "sparse adam and sgd"), ("mechanisms", ("adafest", "eana"))), 1e-5),
         # TorchRec's own cannot be made on a rank that has nothing of a table.
-        ((("optimizer", "row-wise adagrad and adam"), ("mechanisms", ("dpsgd",)), ("shardings", ("row_wise",))), 1e-5),
+        (
+            (
+                ("optimizer", "torchrec's row-wise adagrad and adam"),
+                ("mechanisms", ("dpsgd",)),
+                ("shardings", ("row_wise",)),
+            ),
+            1e-5,
+        ),
+        (
+            (
+                ("optimizer", "row-wise adagrad and adam"),
+                ("mechanisms", ("adafest", "fest", "dpsgd")),
+                ("shardings", ("row_wise", "table_wise")),
+            ),
+            1e-5,
+        ),
         ((("kind", "sequences"), ("mechanisms", ("adafest", "lazydp", "dpsgd"))), CLOSE),
         ((("kind", "weighted"), ("mechanisms", ("adafest", "lazydp by step"))), CLOSE),
     ],
@@ -75,6 +90,7 @@ def test_most_runs_are_equal_bit_for_bit(ranks: int) -> None:
         "Adagrad and Adam",
         "SGD and Adam",
         "SparseAdam and SGD",
+        "TorchRec's RowWiseAdagrad and Adam",
         "RowWiseAdagrad and Adam",
         "sequences",
         "weighted",
@@ -182,3 +198,13 @@ def test_places_that_are_refused(changes: dict[str, str], said: str) -> None:
     places = dict.fromkeys(["large.weight", "wide.weight", "bag.weight", "odd.weight"], "data_parallel") | changes
     for ended in launch(2, "places_refused", places):
         assert said in ended.value
+
+
+@pytest.mark.parametrize("kind", ["bags", "sequences", "weighted"])
+def test_a_model_is_checked_before_its_tables_are_sharded(kind: str) -> None:
+    """On a batch with a KeyedJaggedTensor; sharded modules, TorchRec's and others, are refused by name."""
+    for ended in launch(2, "checked", kind):
+        assert ended.value["units"] == 4 and ended.value["difference"] < 1e-5, ended.value
+        names = ["'tables'", "'country'", "'tables'", "'tables'"]
+        for said, name in zip(ended.value["said"], names, strict=True):
+            assert said.startswith(f"UnsupportedError: Module {name}") and "before sharding" in said, said

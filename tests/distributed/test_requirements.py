@@ -11,7 +11,7 @@ import pytest
 from sparsedp import PrivacyEngine
 from sparsedp.cli.config.sections import DistributedConfig
 from sparsedp.distributed import require_torchrec
-from sparsedp.distributed.requirements import _require_release
+from sparsedp.distributed.requirements import FBGEMM_FOR_TORCH, TORCHREC, _require_release
 from sparsedp.errors import UnsupportedError
 
 
@@ -46,14 +46,18 @@ def test_another_abi_is_explained_with_the_release_to_install(monkeypatch: pytes
 
 @pytest.mark.parametrize("release", ["1.7.9", "1.0.0", "1.9.3", "1.10.0", "2.0.0"])
 def test_releases_that_were_not_tried_are_refused(release: str) -> None:
-    with pytest.raises(
-        UnsupportedError, match=rf"TorchRec {release} .*1\.8\.0 to 1\.9\.2.*pip install --no-deps torchrec==1\.9\.2"
-    ):
+    """With the release that all tests run with, which is what constraints.txt installs."""
+    wanted = (
+        rf"TorchRec {release} .*1\.8\.0 is tested, and up to 1\.9\.2 is taken.*pip install --no-deps torchrec==1\.8\.0"
+    )
+    with pytest.raises(UnsupportedError, match=wanted):
         _require_release(release)
+    constraints = (Path(__file__).parents[2] / "constraints.txt").read_text().splitlines()
+    assert f"torchrec=={TORCHREC[0]}" in constraints and f"fbgemm-gpu-cpu=={FBGEMM_FOR_TORCH['2.13']}" in constraints
 
 
 @pytest.mark.parametrize("release", ["1.8.0", "1.8.0+cpu", "1.9.0", "1.9.2"])
-def test_releases_that_were_tried(release: str) -> None:
+def test_releases_that_are_taken(release: str) -> None:
     _require_release(release)
 
 
@@ -71,9 +75,10 @@ def test_what_is_installed_here_fits() -> None:
 @pytest.mark.parametrize(
     ("kind", "kernel", "said"),
     [
-        ("grid_shard", "fused", "sharding type 'grid_shard'"),
-        ("table_column_wise", "fused", "sharding type 'table_column_wise'"),
-        ("row_wise", "fused_uvm_caching", "compute kernel 'fused_uvm_caching', .*It keeps rows in a cache"),
+        ("grid_shard", "fused", "sharding type 'grid_shard', .*mean pooling is wrong.*Use one of row_wise"),
+        ("table_column_wise", "fused", "sharding type 'table_column_wise', .*several parts .* on one rank.*Use one of"),
+        ("another", "fused", "sharding type 'another', .*where its rows are.*Use one of"),
+        ("row_wise", "fused_uvm_caching", "compute kernel 'fused_uvm_caching', .*keeps rows in a cache.*Use 'fused'"),
         ("row_wise", "key_value", "compute kernel 'key_value'"),
         ("table_wise", "quant", "compute kernel 'quant'"),
     ],

@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 
+import sparsedp
 from documentation import code_of
 from sparsedp.clipping import Clipping
 from sparsedp.mechanisms import DPSGD, mechanism_from_dict
@@ -20,7 +21,7 @@ PublicRows = code_of("extending.md")["PublicRows"]  # trains some rows, chosen w
 ROWS = (1, 4, 7, 20, 33)
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam"])
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "SparseAdam", "RowWiseAdagrad"])
 def test_only_selected_rows_change(kind: str) -> None:
     module = Clicks()
     if kind == "SparseAdam":
@@ -28,7 +29,7 @@ def test_only_selected_rows_change(kind: str) -> None:
             part.requires_grad_(False)
         inner: Any = torch.optim.SparseAdam([module.table.weight], lr=0.1)
     else:
-        inner = getattr(torch.optim, kind)(module.parameters(), lr=0.1)
+        inner = getattr(torch.optim, kind, sparsedp.RowWiseAdagrad)(module.parameters(), lr=0.1)
     engine, module, optimizer, loader = make_private(
         module, loader_of(*clicks(64), batch_size=8), optimizer=inner, mechanism=PublicRows(ROWS)
     )

@@ -3,8 +3,8 @@
 from sparsedp.capture.capture import Capture
 from sparsedp.capture.captured import Captured
 from sparsedp.capture.hooks import is_own_hook
-from sparsedp.capture.inputs import PublicInputs
-from sparsedp.capture.jagged import jagged_inputs
+from sparsedp.capture.inputs import PublicInputs, is_jagged
+from sparsedp.capture.jagged import change_jagged, jagged_inputs, jagged_units, take_of_jagged
 from sparsedp.capture.laws import Replaced
 from sparsedp.capture.module_state import named_tensors
 from sparsedp.capture.randomness import Draws, RepeatedDraws
@@ -15,6 +15,6 @@ from sparsedp.capture.uses import ParameterUses, RowNorms, RowSparse
 
 __all__ = [
     "Capture", "Captured", "Draws", "ParameterUses", "PublicInputs", "PublicTerm", "RepeatedDraws", "Replaced", "RowNorms",
-    "RowSpace", "RowSparse", "TouchedRows", "TracedOperation", "TracingCapture", "is_own_hook", "jagged_inputs", "join_digests",
-    "named_tensors",
+    "RowSpace", "RowSparse", "TouchedRows", "TracedOperation", "TracingCapture", "change_jagged", "is_jagged", "is_own_hook",
+    "jagged_inputs", "jagged_units", "join_digests", "named_tensors", "take_of_jagged",
 ]  # fmt: skip

@@ -53,7 +53,7 @@ def run_compare(config: Config, args: argparse.Namespace) -> int:
         raise ConfigError("--gradient-size and --reduction are about one mechanism; leave them out with --compare")
     with shown_tasks(args.quiet) as progress:
         advice = advise_config(
-            config, counts=args.counts, release=args.release, measure=not args.no_measure, progress=progress
+            config, counts=args.counts, release=args.release, measure=args.measure is not False, progress=progress
         )
     following = _settings(advice, args.release, args.counts)
     if args.json:

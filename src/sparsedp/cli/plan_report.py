@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
@@ -20,6 +21,7 @@ from sparsedp.cli.counts import read_public_counts
 from sparsedp.cli.loop import Step, steps_of_epoch
 from sparsedp.cli.prepare import Prepared, forward, limit_threads, load_data, make_model, prepare, with_collate
 from sparsedp.cli.sharding_report import Processes, sharding_report
+from sparsedp.distributed.on_disk import large_tensors_without_values
 from sparsedp.errors import ConfigError, UnsupportedError
 from sparsedp.mechanisms import PublicCounts
 from sparsedp.plan import PrivacyPlan
@@ -35,7 +37,7 @@ _WARM_UP, _MEASURED, _SECONDS = 2, 12, 20.0
 def plan_report(
     config: Config,
     *,
-    measure: bool = True,
+    measure: bool | None = None,
     counts: Path | None = None,
     gradient_size: float | None = None,
     reduction: float | None = None,
@@ -44,10 +46,13 @@ def plan_report(
 ) -> dict[str, Any]:
     """All that can be said about a run beforehand. Reads the data; the model is made, and thrown away.
 
+    Steps are measured, unless it is about several `processes`: in this one the tables may have no room. Where none are, large
+    weights have no values, and take no memory.
     Rows are predicted from public `counts`, or else from the data. With a `gradient_size`, or a `reduction`
     against the dense one, the report suggests the mechanism's threshold for it. `progress` is told what is being done.
     With `processes` it says how the tables could be divided among them.
     """
+    measure = processes is None if measure is None else measure
     mechanism = config.make_mechanism()
     if not (gradient_size is None and reduction is None) and mechanism.threshold_setting is None:
         raise ConfigError(
@@ -56,10 +61,11 @@ def plan_report(
     public_counts = None if counts is None else read_public_counts(counts, "--counts")
     limit_threads(config)
     data = with_collate(config, load_with_tasks(config, progress))
-    with progress("making the model", 0):
+    made = nullcontext if measure else large_tensors_without_values
+    with progress("making the model", 0), made():
         model = make_model(config, data.training)
-        activations = _activation_bytes(model, config, data)
-    with concerns.without_warnings():
+    activations = _activation_bytes(model, config, data)
+    with concerns.without_warnings(), made():
         parts = prepare(config, data, model, progress)
     plan, steps = parts.engine.plan, parts.steps
     tables = find_tables(model)

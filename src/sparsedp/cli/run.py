@@ -16,12 +16,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from sparsedp import concerns
 from sparsedp.accounting.epsilon import epsilon_of
 from sparsedp.audit.canaries import CanaryPlan
-from sparsedp.check import CheckReport, check
+from sparsedp.check import CheckReport, check, memory_of_check
 from sparsedp.cli.canaries import insert_canaries
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data
 from sparsedp.cli.evaluation import name_the_row
-from sparsedp.cli.files import require_space
+from sparsedp.cli.files import in_units, require_space
+from sparsedp.cli.memory import memory_left
 from sparsedp.cli.prepare import (
     Prepared,
     limit_threads,
@@ -42,7 +43,7 @@ from sparsedp.cli.stopwatch import Stopwatch
 from sparsedp.cli.training import Training
 from sparsedp.cli.warnings_of_run import WarningsOfRun
 from sparsedp.distributed.on_disk import large_tensors_on_disk
-from sparsedp.errors import DataError, NonFiniteGradientError
+from sparsedp.errors import ConfigError, DataError, NonFiniteGradientError
 from sparsedp.sampling import is_repeatable
 from sparsedp.validation import PrivateValidation
 
@@ -154,6 +155,12 @@ def _check(config: Config, model: nn.Module, data: Data, reporter: Reporter, pro
 
 
 def _checked(config: Config, model: nn.Module, data: Data, reporter: Reporter) -> CheckReport:
+    needed, left = memory_of_check(model), memory_left()
+    if left is not None and needed > left:
+        raise ConfigError(
+            f"training.check: it compares gradients of whole tables and would take {in_units(needed)} of memory in one process; "
+            f"{in_units(left)} are free. Give --set training.check=false here, and check the model once with smaller tables"
+        )
     options: dict[str, Any] = {"units": _CHECK_UNITS, "loss_reduction": config.privacy.loss_reduction}
     if is_repeatable(data.training, data.collate):
         options["data_loader"] = DataLoader(data.training, batch_size=_CHECK_BATCH, collate_fn=data.collate)

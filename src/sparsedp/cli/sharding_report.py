@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
+from sparsedp.check import memory_of_check
 from sparsedp.cli.arguments import positive_count
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data
@@ -138,7 +139,7 @@ def sharding_report(
         "disk_bytes_per_host": on_disk * (asked.ranks // asked.hosts)
         if as_config(places)["sharding"] != "data_parallel"
         else 0,
-        "check_bytes_of_the_first_rank": 3 * sum(p.nbytes for p in model.parameters()) if config.training.check else 0,
+        "check_bytes_of_the_first_rank": memory_of_check(model) if config.training.check else 0,
     }
 
 

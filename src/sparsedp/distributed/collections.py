@@ -32,6 +32,11 @@ BeforeRead = Callable[
 
 _SHARDINGS = ("row_wise", "table_wise", "column_wise", "table_row_wise", "data_parallel")
 _KERNELS = ("fused", "dense")
+# Why others are not among them.
+_REASONS = {
+    "grid_shard": "TorchRec's own mean pooling is wrong under it: it does not divide by the number of ids there",
+    "table_column_wise": "it may put several parts of a table on one rank, which moves and noises one part of each",
+}
 
 
 class _AbsentBag(nn.EmbeddingBag):
@@ -85,6 +90,7 @@ def make_image(name: str, sharded: nn.Module) -> nn.Module:
 class _ImageMethods:
     """What an image does otherwise than the unsharded collection."""
 
+    is_sharded = True
     sharded: nn.Module
     warned: bool  # of another order of features
     looks_up: bool  # whether it calls the sharded one
@@ -148,7 +154,11 @@ class _ImageMethods:
 
     def forward(self, features: Any) -> Any:
         if features.variable_stride_per_key():
-            raise UnsupportedError("A KeyedJaggedTensor with another batch for each feature is not supported.")
+            raise UnsupportedError(
+                "A KeyedJaggedTensor with another batch for each feature is refused: which of its values are of the same "
+                "example, whose gradient is to be clipped as a whole, is not known. Give every feature a length for each "
+                "example of the batch, 0 where it has no ids."
+            )
         # What it keeps besides these, such as the parts of each feature, may be of other values: capture and the sharded
         # collection would not look up the same.
         features = _of_parts(features, features.weights_or_none())
@@ -294,13 +304,13 @@ def placement_in(plan: Mapping[str, Any]) -> dict[str, tuple[PlacedShard, ...]]:
     for full, sharding in plan.items():
         kind, kernel = sharding.sharding_type, sharding.compute_kernel
         if kind not in _SHARDINGS:
-            raise UnsupportedError(_refused(full, f"sharding type '{kind}'", f"Use one of {', '.join(_SHARDINGS)}"))
-        if kernel not in _KERNELS:
+            reason = _REASONS.get(kind, "where its rows are then is not known here")
             raise UnsupportedError(
-                _refused(
-                    full, f"compute kernel '{kernel}'", "It keeps rows in a cache or a store of its own. Use 'fused'"
-                )
+                _refused(full, f"sharding type '{kind}'", reason, f"Use one of {', '.join(_SHARDINGS)}")
             )
+        if kernel not in _KERNELS:
+            reason = "it keeps rows in a cache or a store of its own, and here they are moved where they are"
+            raise UnsupportedError(_refused(full, f"compute kernel '{kernel}'", reason, "Use 'fused'"))
         if kind == "data_parallel":
             placed[full] = ()
             continue
@@ -310,7 +320,8 @@ def placement_in(plan: Mapping[str, Any]) -> dict[str, tuple[PlacedShard, ...]]:
         )
         held = [part.rank for part in parts if len(part.shard.rows)]
         if len(set(held)) < len(held):
-            raise UnsupportedError(_refused(full, "several shards on one rank", "Give each rank one shard of a table"))
+            reason = "a rank moves and noises one part of each"
+            raise UnsupportedError(_refused(full, "several shards on one rank", reason, "Give each rank one shard"))
         placed[full] = tuple(part for part in parts if len(part.shard.rows))
     return placed
 
@@ -320,8 +331,8 @@ def _shard(offsets: list[int], sizes: list[int]) -> Shard:
     return Shard(range(row, row + rows), range(column, column + columns))
 
 
-def _refused(table: str, what: str, instead: str) -> str:
-    return f"Table '{table}' has {what}, which cannot be trained privately. {instead}."
+def _refused(table: str, what: str, reason: str, instead: str) -> str:
+    return f"Table '{table}' has {what}, which cannot be trained privately: {reason}. {instead}."
 
 
 def local_shards(sharded: nn.Module) -> dict[str, Tensor]:

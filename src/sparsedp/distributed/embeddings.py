@@ -97,6 +97,7 @@ class _Divided:
 
     weight: Any
     _table: DividedTable
+    is_sharded = True
 
     @classmethod
     def like(cls, module: nn.Module, table: DividedTable, weight: nn.Parameter) -> Any:

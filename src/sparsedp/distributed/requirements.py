@@ -10,7 +10,9 @@ from sparsedp.errors import UnsupportedError, one_line
 
 # The FBGEMM release that loads beside each torch release. (1.8.0 was tried here; the others are by FBGEMM's own table.)
 FBGEMM_FOR_TORCH = {"2.13": "1.8.0", "2.10": "1.5.0", "2.9": "1.4.0", "2.7": "1.2.0"}
-TORCHREC = ("1.8.0", "1.9.2")  # the releases that were tried, the first and the last
+# The releases that are taken, from the first, with which all tests run, to the last, with which those of one process against
+# many ran once. What is between the two was not tried.
+TORCHREC = ("1.8.0", "1.9.2")
 _INSTALL = f'pip install "sparsedp[torchrec]" && pip install --no-deps torchrec=={TORCHREC[0]}'
 
 
@@ -46,8 +48,8 @@ def _require_release(release: str) -> None:
     first, last = (_numbers(known) for known in TORCHREC)
     if not first <= _numbers(release) <= last:
         raise UnsupportedError(
-            f"TorchRec {release} was not tried with SparseDP, which reads TorchRec's own shards and plans: its releases are "
-            f"{TORCHREC[0]} to {TORCHREC[1]}. Install one of them: pip install --no-deps torchrec=={TORCHREC[1]}"
+            f"TorchRec {release} was not tried with SparseDP, which reads TorchRec's own shards and plans: {TORCHREC[0]} is "
+            f"tested, and up to {TORCHREC[1]} is taken. Install what is tested: pip install --no-deps torchrec=={TORCHREC[0]}"
         )
 
 

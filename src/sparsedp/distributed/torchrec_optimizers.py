@@ -1,4 +1,4 @@
-"""TorchRec's optimizers, which private training cannot use, refused with torch's optimizers to pass in their place."""
+"""TorchRec's optimizers, which private training cannot use, refused with the optimizers to pass in their place."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ from torch.optim import Optimizer
 
 from sparsedp.distributed.placement import PlacedShard
 from sparsedp.errors import UnsupportedError
+from sparsedp.row_wise_adagrad import RowWiseAdagrad
 from sparsedp.several_optimizers import parts_of
 
-# torch's optimizer of the same kind as one that FBGEMM fuses into the backward pass, by words in the name of that.
-_INSTEAD = {"adagrad": "Adagrad", "adam": "SparseAdam", "lamb": "SparseAdam"}
+# The optimizer of the same kind as one that FBGEMM fuses into the backward pass, by words in the name of that.
+_INSTEAD = {
+    "row_wise_adagrad": "sparsedp.RowWiseAdagrad", "rowwiseadagrad": "sparsedp.RowWiseAdagrad",
+    "adagrad": "torch.optim.Adagrad", "adam": "torch.optim.SparseAdam", "lamb": "torch.optim.SparseAdam",
+}  # fmt: skip
 
 
 def refuse_optimizers_of_torchrec(optimizer: Optimizer, module: nn.Module) -> None:
@@ -45,7 +49,7 @@ def refuse_means_over_columns(
     moved = {
         id(parameter)
         for part in parts_of(optimizer)
-        if _is_of(part, "torchrec.optim.rowwise_adagrad", "RowWiseAdagrad")
+        if isinstance(part, RowWiseAdagrad) or _is_of(part, "torchrec.optim.rowwise_adagrad", "RowWiseAdagrad")
         for group in part.param_groups
         for parameter in group["params"]
     }
@@ -88,12 +92,12 @@ def _leaves(optimizer: Any) -> Iterator[Any]:
 
 
 def _kind(optimizer: Any) -> str:
-    """torch's optimizer that is most like another."""
+    """The optimizer that is most like another, of torch's and ours."""
     if type(optimizer).__module__.startswith("torch.optim"):
         return f"torch.optim.{type(optimizer).__name__}"
     fused = getattr(getattr(optimizer, "_emb_module", None), "optimizer", None)  # of FBGEMM
     name = f"{fused} {type(optimizer).__name__}".lower()
-    return f"torch.optim.{next((kind for word, kind in _INSTEAD.items() if word in name), 'SGD')}"
+    return next((kind for word, kind in _INSTEAD.items() if word in name), "torch.optim.SGD")
 
 
 def _rate(optimizer: Any) -> str:

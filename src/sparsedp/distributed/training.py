@@ -331,7 +331,9 @@ def _refuse_wrapped(module: nn.Module) -> None:
             )
         if isinstance(part, (FSDPModule, FullyShardedDataParallel)):  # of fully_shard, and of FSDP's first version
             raise UnsupportedError(
-                f"Module '{name}' is under FSDP, which is not supported: leave the dense part whole."
+                f"Module '{name}' is under FSDP, whose own backward pass adds up gradients of all ranks, and divides them among "
+                "these, before any example's is clipped. Leave the dense part whole on every rank: without fully_shard, its "
+                "clipped sums are added up over the ranks."
             )
 
 

@@ -27,13 +27,14 @@ def refuse_for_sparse_gradients(
     kind = type(optimizer).__name__
     if type(optimizer).__module__.startswith("torch.optim") and kind not in ("SGD", "Adagrad", "SparseAdam"):
         raise UnsupportedError(
-            f"This mechanism leaves row-sparse gradients for tables, which {kind} does not take. Use SGD or Adagrad, or have "
-            f"both: optimizer=[Adagrad(sparsedp.table_parameters(module)), {kind}(sparsedp.dense_parameters(module))]."
+            f"This mechanism leaves row-sparse gradients for tables, which {kind} does not take. Use SGD, Adagrad or "
+            "sparsedp.RowWiseAdagrad, or have both: "
+            f"optimizer=[Adagrad(sparsedp.table_parameters(module)), {kind}(sparsedp.dense_parameters(module))]."
         )
-    if kind == "RowWiseAdagrad":  # TorchRec's
+    if kind == "RowWiseAdagrad" and type(optimizer).__module__.startswith("torchrec."):
         raise UnsupportedError(
             "This mechanism leaves row-sparse gradients for tables, which TorchRec's RowWiseAdagrad does not take. Use "
-            "torch.optim.Adagrad, or DPSGD(), whose gradients of tables are dense."
+            "sparsedp.RowWiseAdagrad, which has the same rule and state, or DPSGD(), whose gradients of tables are dense."
         )
     held = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     trained = [name for name, p in parameters.items() if p.requires_grad and id(p) in held]

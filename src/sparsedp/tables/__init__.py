@@ -4,7 +4,15 @@ from sparsedp.tables.lazy import LazyOwner
 from sparsedp.tables.local import LocalOwner
 from sparsedp.tables.owner import Owner, Ownership, SeveralOwners
 from sparsedp.tables.ranks import LocalExchange, OneRank, Ranks, RowExchange
-from sparsedp.tables.spec import Shard, TableSpec, dense_parameters, find_tables, table_parameters, table_specs
+from sparsedp.tables.spec import (
+    Shard,
+    TableSpec,
+    dense_parameters,
+    find_tables,
+    sharded_parts,
+    table_parameters,
+    table_specs,
+)  # fmt: skip
 
 __all__ = [
     "LazyOwner",
@@ -20,6 +28,7 @@ __all__ = [
     "TableSpec",
     "dense_parameters",
     "find_tables",
+    "sharded_parts",
     "table_parameters",
     "table_specs",
 ]

@@ -104,7 +104,7 @@ class Owner(ABC):
         return {
             key: value.detach().as_subclass(Tensor)[owned.start - first : owned.stop - first]
             for key, value in tensors.items()
-            if value.shape == parameter.shape and value.layout == torch.strided
+            if value.ndim and len(value) == len(parameter) and value.layout == torch.strided
         }
 
     # What happens in a step, in this order.

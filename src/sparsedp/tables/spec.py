@@ -74,3 +74,14 @@ def find_tables(module: nn.Module) -> frozenset[str]:
         sharded = (m for m in module.modules() if isinstance(m, torchrec.ShardedModule))
         weights |= {id(parameter) for m in sharded for parameter in m.parameters()}
     return frozenset(name for name, parameter in module.named_parameters() if id(parameter) in weights)
+
+
+def sharded_parts(module: nn.Module) -> list[str]:
+    """Names of the parts of a module whose rows are in several processes: TorchRec's, and `sparsedp.distributed`'s own."""
+    torchrec = sys.modules.get("torchrec.distributed.types")
+    return [
+        name
+        for name, part in module.named_modules()
+        if getattr(part, "is_sharded", False) is True
+        or (torchrec is not None and isinstance(part, torchrec.ShardedModule))
+    ]

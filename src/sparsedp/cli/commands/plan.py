@@ -14,6 +14,7 @@ from rich.table import Table
 from sparsedp.cli.arguments import positive_number
 from sparsedp.cli.compare import add_compare_arguments, run_compare
 from sparsedp.cli.config.load import add_config_arguments, explain_config, load_config
+from sparsedp.cli.memory import naming_what_has_no_room
 from sparsedp.cli.plan_report import plan_report
 from sparsedp.cli.runfolder import plain
 from sparsedp.cli.sharding_report import Processes, add_processes_arguments, exit_code, print_sharding
@@ -21,6 +22,7 @@ from sparsedp.cli.tasks import shown_tasks
 from sparsedp.errors import ConfigError
 
 _TABLES_SHOWN = 5
+_SMALLER = "Plan with --no-measure, which makes large weights without values, or on a machine with more memory."
 
 EPILOG = """examples:
   sparsedp plan demo
@@ -35,14 +37,19 @@ EPILOG = """examples:
 Rows touched, selected and falsely selected are predicted from a look at the training data, without noise, or from
 public counts: a .npz, .pt or .json file that holds, for each table's name, how many units touch each row, and
 under the name units how many units were counted. To measure the time of a step, a few real private steps are taken on
-a model that is then thrown away. Times are of this machine, as busy as it is now; the memory is an estimate.
+a model that is then thrown away; with --nproc only if --measure says so, as whole tables then have to fit into memory.
+Times are of this machine, as busy as it is now; the memory is an estimate.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = EPILOG
     add_config_arguments(parser)
-    parser.add_argument("--no-measure", action="store_true", help="do not take steps to measure their time")
+    parser.add_argument(
+        "--measure",
+        action=argparse.BooleanOptionalAction,
+        help="take some steps to measure their time (the default without --nproc)",
+    )
     parser.add_argument(
         "--counts", metavar="FILE", type=Path, help="predict from these public counts, not from the data"
     )
@@ -74,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
         return run_compare(config, args)
     if args.look_at_data or args.release is not None:
         raise ConfigError("--look-at-data and --release are for --compare")
-    with shown_tasks(args.quiet) as progress:
+    with shown_tasks(args.quiet) as progress, naming_what_has_no_room("sparsedp plan", _SMALLER):
         report = plan_report(
             config,
-            measure=not args.no_measure,
+            measure=args.measure,
             counts=args.counts,
             gradient_size=args.gradient_size,
             reduction=args.reduction,
@@ -180,6 +187,10 @@ def _summary(report: dict[str, Any]) -> Table:
                 "without evaluation",
             ),
         ]
+    elif "several_processes" in report:
+        rows.append(
+            ("time", "not measured: that takes steps in this one process, with whole tables in memory (--measure)")
+        )
     else:
         rows.append(("time", "not predicted: no steps were measured"))
     rows.append(("memory", f"about {_megabytes(memory['total'])}, beside Python and the data:"))

@@ -24,6 +24,7 @@ from sparsedp.errors import ConfigError, SparseDPError, UnsupportedError
 from sparsedp.frequencies import FrequencyRelease
 from sparsedp.mechanisms import Mechanism, mechanism_from_dict
 from sparsedp.plan import require_delta
+from sparsedp.row_wise_adagrad import RowWiseAdagrad
 from sparsedp.sampling.stream import COMPOSITIONS
 from sparsedp.tables import find_tables
 
@@ -80,7 +81,7 @@ class OneOptimizerConfig:
 
     def make(self, groups: list[dict[str, Any]], key: str = "optimizer.tables") -> Optimizer:
         """The optimizer of some parameter groups; `key` is where it is configured."""
-        kind = getattr(torch.optim, self.name)
+        kind = _optimizers()[self.name]
         try:
             return kind(groups, lr=self.lr, **self.options)
         except (TypeError, ValueError) as error:
@@ -148,12 +149,18 @@ class OptimizerConfig:
         return self.state_share() if self.tables is None else self.tables.state_share()
 
 
-def _refuse_optimizer(name: str, options: dict[str, Any], key: str) -> None:
+def _optimizers() -> dict[str, Any]:
+    """torch.optim's classes and ours, by their names."""
     base = torch.optim.Optimizer
     classes = {name: kind for name, kind in vars(torch.optim).items() if isinstance(kind, type)}
-    names = [name for name, kind in classes.items() if issubclass(kind, base) and kind is not base]
+    of_torch = {name: kind for name, kind in classes.items() if issubclass(kind, base) and kind is not base}
+    return {**of_torch, RowWiseAdagrad.__name__: RowWiseAdagrad}
+
+
+def _refuse_optimizer(name: str, options: dict[str, Any], key: str) -> None:
+    names = list(_optimizers())
     if name not in names:
-        problem = f"expected an optimizer of torch.optim ({', '.join(names)}); got {name!r}"
+        problem = f"expected an optimizer of torch.optim or SparseDP ({', '.join(names)}); got {name!r}"
         raise SchemaError("name", problem + suggestion(name, names))
     if "lr" in options:
         raise SchemaError("options.lr", f"give the learning rate as {key}.lr")

@@ -281,7 +281,9 @@ def _built_in(name: str, values: dict[str, Any]) -> dict[str, Any]:
     optimizer = optimizer.get("tables") or optimizer  # what moves the tables
     options = optimizer.get("options") or {}
     # Without noise, EANA is plain row-sparse training. Where an optimizer needs dense gradients, DP-SGD gives the same.
-    rows = optimizer.get("name") in ("SGD", "Adagrad", "SparseAdam") and not options.get("weight_decay")
+    rows = optimizer.get("name") in ("SGD", "Adagrad", "RowWiseAdagrad", "SparseAdam") and not options.get(
+        "weight_decay"
+    )
     return {
         "privacy.target_epsilon": None,
         "privacy.noise_multiplier": 0,
