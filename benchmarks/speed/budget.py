@@ -204,4 +204,9 @@ more than what plain PyTorch wastes on sparse gradients. In [What a step has to 
 least that this machine could take for it, and beside plain PyTorch's: norms read all activations and gradients once more, the
 distinct rows have to be found, and Python takes its time for each operation that is captured and each table that is settled,
 26 times in a step of pCTR or DLRM. AdaFEST's step on one table, beside dense DP-SGD's, is nearly all Python and calls of torch:
-its largest tensors have a quarter of a megabyte."""
+its largest tensors have a quarter of a megabyte.
+
+Memory of language models that are trained in full: until the clip factors are known, a private step keeps the input and the
+gradient of the output of every layer, which autograd frees layer by layer. Of MPNet's tensors, as the allocator counts them, there
+are 1.17 times plain's at the peak; the rest is heap that the allocator does not give back to the system between forward, backward
+and step. `max_physical_batch=16` of 32 examples takes it to 0.84 times plain's, at the same result."""
