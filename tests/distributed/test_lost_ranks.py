@@ -78,13 +78,13 @@ def test_one_process_three_ranks_two_ranks_within_epochs(
 ) -> None:
     # A save settles: what LazyDP then owes, it draws at once, so that the run beside this one saves at the same steps.
     other = str(tmp_path / "other.pt")
-    (reference,) = launch(1, "resume", mechanism, "none", 12, None, other, saves=(3, 7), **settings)
+    (reference,) = launch(1, "resume", mechanism, "none", 12, None, other, saves=(3, 9), **settings)
     one, two = (str(tmp_path / name) for name in ("one.pt", "two"))
     first = launch(1, "resume", mechanism, "none", 3, None, one, **settings)
-    second = launch(3, "resume", mechanism, "row_wise", 7, one, two, **settings)
+    second = launch(3, "resume", mechanism, "row_wise", 9, one, two, **settings)
     last = [ended.value for ended in launch(2, "resume", mechanism, "table_wise", 12, two, None, **settings)]
     assert first[0].value["within an epoch"] and second[0].value["within an epoch"]
-    assert last[0]["loaded"] == 7
+    assert last[0]["loaded"] == 9
     expected, reached = whole([reference.value]), whole(last)
     close = 1e-5 if settings.get("optimizer") else 1e-6  # Adagrad divides by roots of small sums
     assert expected.keys() == reached.keys()
