@@ -1,11 +1,13 @@
 """`python -m benchmarks epoch`: a whole epoch, batches included, against plain PyTorch's with the `DataLoader` as users have it.
 
 Two towers on a `TensorDataset`, the default collate function, no workers: what most scripts have. Steps of so small a model take
-less time than the fetching of their batches one example at a time.
+less time than the fetching of their batches one example at a time. All threads of the machine, and one: waking a thread up takes
+longer than most operations of so small a model.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -58,20 +60,33 @@ def bench_epoch(setting: Setting, *, repeats: int) -> dict[str, Any]:
         torch.randint(setting.items, (setting.examples,), generator=generator),
         torch.randint(2, (setting.examples,), generator=generator).float(),
     )
-    loops = {"plain": _plain(setting, data)}
-    loops |= {name: _private(setting, data, mechanism) for name, mechanism in MECHANISMS.items()}
-    epochs = interleaved({name: loop[0] for name, loop in loops.items()}, repeats, warmup=1)
-    fetching = interleaved({name: loop[1] for name, loop in loops.items()}, repeats, warmup=1)
+    made = {"plain": _plain(setting, data)}
+    made |= {name: _private(setting, data, mechanism) for name, mechanism in MECHANISMS.items()}
+    several = torch.get_num_threads()
+    keys = [(name, threads) for threads in sorted({several, 1}, reverse=True) for name in made]
+    loops = {key: [functools.partial(_with_threads, key[1], run) for run in made[key[0]]] for key in keys}
+    try:
+        epochs = interleaved({key: epoch for key, (epoch, _) in loops.items()}, repeats, warmup=1)
+        fetching = interleaved({key: fetch for key, (_, fetch) in loops.items()}, repeats, warmup=1)
+    finally:
+        torch.set_num_threads(several)
+    plain = min((epochs["plain", threads] for name, threads in keys if name == "plain"), key=lambda timing: timing.best)
     rows = [
         {
             "variant": name,
-            **timing.to_dict(),
-            "fetching": fetching[name].to_dict(),
-            "ratio_to_plain": ratio(timing, epochs["plain"]),
+            "threads": threads,
+            **epochs[name, threads].to_dict(),
+            "fetching": fetching[name, threads].to_dict(),
+            "ratio_to_plain": ratio(epochs[name, threads], plain),
         }
-        for name, timing in epochs.items()
+        for name, threads in keys
     ]
     return {"benchmark": "epoch", "setting": asdict(setting), "machine": machine(), "rows": rows}
+
+
+def _with_threads(threads: int, run: Callable[[], None]) -> None:
+    torch.set_num_threads(threads)
+    run()
 
 
 Loop = tuple[Callable[[], None], Callable[[], None]]  # an epoch, and its batches alone

@@ -28,10 +28,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 def show(console: Console, result: dict[str, Any]) -> None:
     title = f"An epoch of {result['setting']['examples']:,} examples, two towers; best / median ± spread, ms"
-    table = make_table(title, ("variant", "epoch", "its batches alone", "ratio of best", "ratio of median"))
+    table = make_table(title, ("variant", "threads", "epoch", "its batches alone", "ratio of best", "ratio of median"))
     for row in result["rows"]:
         table.add_row(
-            row["variant"], milliseconds(row), milliseconds(row["fetching"]), f"{row['ratio_to_plain']['best']:.2f}",
-            f"{row['ratio_to_plain']['median']:.2f}",
+            row["variant"], str(row["threads"]), milliseconds(row), milliseconds(row["fetching"]),
+            f"{row['ratio_to_plain']['best']:.2f}", f"{row['ratio_to_plain']['median']:.2f}",
         )  # fmt: skip
     console.print(table)

@@ -18,9 +18,9 @@ from sparsedp.report.panels import legend_beside
 def write_plots(result: Mapping[str, Any], folder: Path) -> list[str]:
     """Returns the files' names."""
     rows = result["rows"]
-    figure = Figure(figsize=(7.2, 2.4), layout="constrained")
+    figure = Figure(figsize=(7.2, 3.6), layout="constrained")
     panel = figure.subplots()
-    names = [NAMES[row["variant"]] for row in rows]
+    names = [f"{NAMES[row['variant']]}, {row['threads']} thread{'s'[: row['threads'] > 1]}" for row in rows]
     panel.barh(names, [row["best"] for row in rows], color="#56b4e9", label="epoch")
     panel.barh(names, [row["fetching"]["best"] for row in rows], height=0.3, color="#d55e00", label="its batches alone")
     panel.invert_yaxis()
