@@ -60,7 +60,11 @@ ALLOWED: list[tuple[str, set[str], str]] = [
         "made-up inputs that an exported model is tried on",
     ),
     ("cli/prepare.py", {"manual_seed"}, "initial weights"),
-    ("distributed/on_disk.py", {"rand", "randn", "randint", "rand_like", "randn_like"}, "names of functions, not called"),
+    (
+        "distributed/on_disk.py",
+        {"rand", "randn", "randint", "rand_like", "randn_like"},
+        "names of functions, not called",
+    ),
     ("models/", {"normal_", "uniform_", "xavier_uniform_"}, "initial weights"),
     ("nn/recurrent.py", {"uniform_"}, "initial weights"),
     ("nn/candidates.py", {"Generator", "rand"}, "a generator that the user gives, for tests"),
