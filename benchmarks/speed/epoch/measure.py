@@ -63,23 +63,26 @@ def bench_epoch(setting: Setting, *, repeats: int) -> dict[str, Any]:
     made = {"plain": _plain(setting, data)}
     made |= {name: _private(setting, data, mechanism) for name, mechanism in MECHANISMS.items()}
     several = torch.get_num_threads()
-    keys = [(name, threads) for threads in sorted({several, 1}, reverse=True) for name in made]
-    loops = {key: [functools.partial(_with_threads, key[1], run) for run in made[key[0]]] for key in keys}
+    variants = {f"{name} {threads}": (name, threads) for threads in sorted({several, 1}, reverse=True) for name in made}
+    loops = {
+        key: [functools.partial(_with_threads, threads, run) for run in made[name]]
+        for key, (name, threads) in variants.items()
+    }
     try:
         epochs = interleaved({key: epoch for key, (epoch, _) in loops.items()}, repeats, warmup=1)
         fetching = interleaved({key: fetch for key, (_, fetch) in loops.items()}, repeats, warmup=1)
     finally:
         torch.set_num_threads(several)
-    plain = min((epochs["plain", threads] for name, threads in keys if name == "plain"), key=lambda timing: timing.best)
+    plain = min((epochs[key] for key, (name, _) in variants.items() if name == "plain"), key=lambda timing: timing.best)
     rows = [
         {
             "variant": name,
             "threads": threads,
-            **epochs[name, threads].to_dict(),
-            "fetching": fetching[name, threads].to_dict(),
-            "ratio_to_plain": ratio(epochs[name, threads], plain),
+            **epochs[key].to_dict(),
+            "fetching": fetching[key].to_dict(),
+            "ratio_to_plain": ratio(epochs[key], plain),
         }
-        for name, threads in keys
+        for key, (name, threads) in variants.items()
     ]
     return {"benchmark": "epoch", "setting": asdict(setting), "machine": machine(), "rows": rows}
 
