@@ -420,6 +420,24 @@ class KeepsGradients(torch.optim.SGD):
             self.state[parameter]["before"] = parameter.grad
 
 
+def test_the_memory_of_a_large_matrixs_gradient_is_given_back() -> None:
+    """The peak of memory is in the next forward pass."""
+    module = nn.Sequential(
+        nn.EmbeddingBag(300, 256), nn.Linear(256, 2048), nn.ReLU(), nn.Linear(2048, 1), nn.Flatten(0)
+    )
+    data = loader_of(torch.randint(300, (32, 4)), torch.rand(32).round(), batch_size=8)
+    _, module, optimizer, loader = make_private(module, data)
+
+    for ids, target in loader:
+        optimizer.zero_grad()
+        bce(module(ids), target).backward()
+        optimizer.step()
+        assert all(parameter.grad is None for parameter in module.parameters())
+        kept = optimizer.private_step._buffers
+        assert "1.weight" not in kept
+        assert "0.weight" in kept, "a table's is used again: making it anew takes longer than its noise"
+
+
 @pytest.mark.parametrize("kind", ["own optimizer", "hook", "hook of all optimizers"])
 def test_gradients_that_somebody_keeps_stay_as_they_are(kind: str) -> None:
     """Their memory must not be used for the sums of later batches, which have no noise yet."""

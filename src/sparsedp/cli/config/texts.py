@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -135,8 +136,9 @@ class TextModelKind(ModelKind):
             raise ConfigError(f"model.kind: {self.kind} needs texts: data.kind text")
         return self.make_for(training)
 
+    @abstractmethod
     def make_for(self, training: TextDataset) -> nn.Module:
-        raise NotImplementedError
+        """The module, for texts."""
 
 
 @dataclass(frozen=True)
