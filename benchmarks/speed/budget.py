@@ -208,12 +208,10 @@ distinct rows have to be found, and Python takes its time for each operation tha
 its largest tensors have a quarter of a megabyte.
 
 Memory of language models that are trained in full: until the clip factors are known, a private step keeps the input and the
-gradient of the output of every layer, which autograd frees layer by layer. Of MPNet's tensors, as the allocator counts them,
-there are 1.17 times plain's at the peak; the rest is heap that the allocator does not give back to the system between forward,
-backward and step. `max_physical_batch=16` of 32 examples takes it to 0.84 times plain's, at the same result.
+gradient of the output of every layer, which autograd frees layer by layer, and the allocator does not give all that is free
+back to the system between forward, backward and step. `max_physical_batch` lets a part of the batch at a time need this room.
 
-A whole epoch of two towers: what is left is the step, 2.7 to 3.3 ms with one thread, most of it torch's operations of forward
-and backward, and Python.
+A whole epoch of two towers: [batches](epoch.md) are a tenth of it or less, the rest are steps of a light model.
 
 Sharded steps of the light model: TorchRec's take 7 to 13 ms, with 6 messages. A private one has 11 to 15, as rows are selected,
 summed and agreed upon by all ranks after the backward pass, and each waits for the slowest rank
