@@ -59,7 +59,10 @@ def measure(
             )
         if not started or not RunFolder(path).is_released:
             run_training(run.config, path, resume=started, reporter=reporter, data=data, canaries=plan)
-        rows.append(_row(run, path, audit_run(run.config, path, data, reporter)))
+        row = _row(run, path, audit_run(run.config, path, data, reporter))
+        if row.label in (other.label for other in rows):
+            raise SparseDPError(f"{sweep}: two runs are called {row.label} in tables and plots; the second is {run.id}.")
+        rows.append(row)
     return rows
 
 

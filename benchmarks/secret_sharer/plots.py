@@ -20,19 +20,24 @@ def write_plots(rows: Sequence[Row], folder: Path) -> None:
     shown = [row for row in rows if row.noise_multiplier in (0.0, 0.064, 0.64)]
     figures = {
         "precision": precision_plot(shown),
-        "exposure": exposure_plot({row.label: row.result for row in shown}),
+        "exposure": exposure_plot({row.label: row.result for row in shown}, {row.label: _style(row) for row in shown}),
         "tradeoff": tradeoff_plot(rows),
     }
     for name, figure in figures.items():
         figure.savefig(folder / f"secret_sharer_{name}.png", dpi=110)
 
 
+def _style(row: Row) -> tuple[str, str]:
+    """A colour for each mechanism, a line for each noise."""
+    return _COLORS[row.mechanism], "-" if row.noise_multiplier < 0.1 else "--"
+
+
 def precision_plot(rows: Sequence[Row]) -> Figure:
     figure = Figure(figsize=(7.6, 4.2), layout="constrained")
     axes = figure.subplots()
     for row in rows:
-        line = "-" if row.noise_multiplier < 0.1 else "--"
-        axes.plot(TOP, list(row.precision.values()), line, color=_COLORS[row.mechanism], marker="o", label=row.label)
+        color, line = _style(row)
+        axes.plot(TOP, list(row.precision.values()), line, color=color, marker="o", label=row.label)
     axes.plot(TOP, list(rows[0].popularity.values()), ":", color="grey", label="the most popular items")
     axes.set_xticks(TOP)
     axes.set_xlabel("k")
@@ -54,9 +59,9 @@ def tradeoff_plot(rows: Sequence[Row]) -> Figure:
             x, y = row.result.exposures[place].extrapolated.median, row.precision["10"]
             panel.scatter(x, y, color=_COLORS[row.mechanism], marker=markers[f"{row.noise_multiplier:.2g}"], s=30)
         panel.set_title(f"{entries[place].repetitions} times in the data", fontsize=9)
-        panel.set_xlabel("median exposure by extrapolation [bits], lower is better")
         panel.grid(alpha=0.25)
     panels[0].set_ylabel("precision@10 (higher is better)")
+    figure.supxlabel("median exposure by extrapolation [bits], lower is better", fontsize="medium")
     for name, color in _COLORS.items():
         panels[-1].plot([], [], color=color, linewidth=4, label=name)
     for noise, marker in markers.items():

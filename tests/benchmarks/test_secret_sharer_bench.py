@@ -67,3 +67,13 @@ def test_a_sweep_with_canaries(
     Path("base.yaml").write_text(BASE.replace("lr: 1.0", "lr: 0.5"))
     assert main(command) == 2
     assert "was run with another optimizer.lr" in capsys.readouterr().err
+
+
+def test_two_runs_of_one_name_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("base.yaml").write_text(BASE)
+    Path("tiny.yaml").write_text(TINY.replace("[1.0]", "[1.0, 0.5]"))
+    assert main(["secret-sharer", "tiny.yaml", "--canaries", "2", "--references", "150"]) == 2
+    assert "two runs are called SGD in tables and plots" in capsys.readouterr().err

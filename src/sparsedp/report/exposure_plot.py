@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
@@ -14,13 +15,19 @@ _LINES = ("-", "--", "-.", ":")  # another one when all colours are used
 _NO_TRACE = 1.0  # the median exposure of what was not trained on
 
 
-def exposure_plot(results: Mapping[str, SecretSharer]) -> Figure:
-    """The median exposure over the repetitions, and its quartiles as a band: by rank on the left, extrapolated on the right."""
+def exposure_plot(results: Mapping[str, SecretSharer], styles: Mapping[str, tuple[str, str]] | None = None) -> Figure:
+    """The median exposure over the repetitions, and its quartiles as a band: by rank on the left, extrapolated on the right.
+
+    `styles` has the colour and the line of each model, where there is more to tell by them than which is which.
+    """
+    if styles is None:
+        looks = ((color, line) for line in itertools.cycle(_LINES) for color in _COLORS)
+        styles = dict(zip(results, looks))
     figure = Figure(figsize=(11, 4.4), layout="constrained")
     panels = figure.subplots(1, 2)
     for panel, method, title in zip(panels, ("rank", "extrapolated"), ("by rank", "by extrapolation")):
-        for i, (name, result) in enumerate(results.items()):
-            color, line = _COLORS[i % len(_COLORS)], _LINES[i // len(_COLORS) % len(_LINES)]
+        for name, result in results.items():
+            color, line = styles[name]
             at = [entry.repetitions for entry in result.exposures]
             quartiles = [getattr(entry, method) for entry in result.exposures]
             panel.plot(at, [q.median for q in quartiles], line, color=color, marker="o", markersize=3, label=name)
