@@ -16,7 +16,7 @@ from matplotlib.figure import Figure  # not pyplot: it keeps global state
 from benchmarks.convex.optimisation import SOLVERS
 from benchmarks.convex.problem import KINDS
 from benchmarks.convex.rates import QUANTITIES
-from sparsedp.report.panels import legend_beside
+from sparsedp.report.panels import legend_beside, log_axis
 
 _NOISE, _PROJECTED = "#d55e00", "#0072b2"
 _REGIMES = {"with delta": ("gaussian", "projection"), "pure": ("laplace", "pure projection")}
@@ -69,6 +69,9 @@ def rates_plot(result: Mapping[str, Any], quantity: str) -> Figure:
             if crossing is not None and min(at) / 2 < crossing < max(at) * 2:
                 panel.axvline(crossing, color="0.6", linewidth=0.8, label="where the bounds of both regimes cross")
             panel.set_title(f"{_TITLES[regime]}:\n{kind_title}", fontsize=8)
+    for panel in panels.ravel():
+        log_axis(panel, "x", at)
+        log_axis(panel, "y")
     _label(figure, panels, QUANTITIES[quantity], "l2 error, root mean square")
     return figure
 
@@ -87,8 +90,8 @@ def risk_plot(result: Mapping[str, Any]) -> Figure:
         for rate, style, name in (("sparse_rate", "--", "sparse"), ("dense_rate", ":", "dense")):
             label = f"the paper's {name} rate (its constant is open: 1 here)"
             panel.loglog(at, [row[rate] for row in rows], style, color="0.35", linewidth=1, label=label)
-        panel.set_xticks(at, labels=[f"{value:,}" for value in at])
-        panel.set_xticks([], minor=True)
+        log_axis(panel, "x", at)
+        log_axis(panel, "y")
         panel.set_xlabel(QUANTITIES[quantity], fontsize=8)
     _label(figure, panels, None, "excess risk")
     return figure

@@ -14,7 +14,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from sparsedp.report.chart import short
 
 _MOST_TICKS = 12
-_NAME_WIDTH = 40  # letters in a line of a legend
+_NAME_WIDTH = 44  # letters in a line of a legend
 # The wider an axis, the fewer ticks in a power of ten: (powers of ten, what the ticks are times one).
 _TICKS_IN_A_POWER = ((1.0, (1, 1.5, 2, 3, 5, 7)), (3.0, (1, 2, 5)), (math.inf, (1,)))
 

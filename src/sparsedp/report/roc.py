@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.figure import Figure  # not pyplot: it keeps global state
 
 from sparsedp.audit.membership import AttackResult, largest_tpr
-from sparsedp.report.panels import legend_beside
+from sparsedp.report.panels import legend_beside, log_axis
 
 _COLORS = ("#0072b2", "#d55e00")
 
@@ -44,6 +44,8 @@ def write_roc(attacks: Sequence[AttackResult], epsilon: float, delta: float, tit
         xscale="log", yscale="log", xlim=(lowest, 1), ylim=(lowest, 1), xlabel="false positive rate",
         ylabel="true positive rate (higher: the attack knows more)"
     )  # fmt: skip
+    log_axis(axes, "x")
+    log_axis(axes, "y")
     axes.set_title(title, fontsize=10)
     axes.grid(alpha=0.25)
     legend_beside(figure)
