@@ -61,7 +61,9 @@ def measure(
             run_training(run.config, path, resume=started, reporter=reporter, data=data, canaries=plan)
         row = _row(run, path, audit_run(run.config, path, data, reporter))
         if row.label in (other.label for other in rows):
-            raise SparseDPError(f"{sweep}: two runs are called {row.label} in tables and plots; the second is {run.id}.")
+            raise SparseDPError(
+                f"{sweep}: two runs are called {row.label} in tables and plots; the second is {run.id}."
+            )
         rows.append(row)
     return rows
 

@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,3 +31,15 @@ def in_own_process(module: str, setting: Any, variant: str) -> Any:
     if done.returncode:
         raise SparseDPError(f"Measuring the memory of {variant} failed: {done.stderr.strip()[-2000:]}")
     return json.loads(done.stdout)
+
+
+@contextmanager
+def other_work(processes: int) -> Iterator[None]:
+    """Keeps that many processes computing meanwhile, as on a machine that does other work as well."""
+    started = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()

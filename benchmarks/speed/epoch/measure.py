@@ -2,7 +2,8 @@
 
 Two towers on a `TensorDataset`, the default collate function, no workers: what most scripts have. Steps of so small a model take
 less time than the fetching of their batches one example at a time. All threads of the machine, and one: waking a thread up takes
-longer than most operations of so small a model.
+longer than most operations of so small a model. Then the same beside other work, where a thread that others wait for may have
+to wait itself.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.speed.machine import machine
+from benchmarks.speed.processes import other_work
 from benchmarks.speed.timing import interleaved, ratio
 from sparsedp.engine import PrivacyEngine
 from sparsedp.mechanisms import EANA, AdaFEST, LazyDP, Mechanism
@@ -52,8 +54,9 @@ class TwoTowers(nn.Module):
         return (self.user_tower(self.user(user)) * self.item_tower(self.item(item))).sum(-1)
 
 
-def bench_epoch(setting: Setting, *, repeats: int) -> dict[str, Any]:
-    """Times epochs, and passes that only fetch the batches, in turns. Returns what `--json` writes."""
+def bench_epoch(setting: Setting, *, repeats: int, busy_repeats: int) -> dict[str, Any]:
+    """Times epochs, and passes that only fetch the batches, in turns; then epochs beside as many busy processes as there are
+    threads. Returns what `--json` writes."""
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(
         torch.randint(setting.users, (setting.examples,), generator=generator),
@@ -68,12 +71,18 @@ def bench_epoch(setting: Setting, *, repeats: int) -> dict[str, Any]:
         key: [functools.partial(_with_threads, threads, run) for run in made[name]]
         for key, (name, threads) in variants.items()
     }
+    epoch_of = {key: epoch for key, (epoch, _) in loops.items()}
     try:
-        epochs = interleaved({key: epoch for key, (epoch, _) in loops.items()}, repeats, warmup=1)
+        epochs = interleaved(epoch_of, repeats, warmup=1)
         fetching = interleaved({key: fetch for key, (_, fetch) in loops.items()}, repeats, warmup=1)
+        with other_work(several):
+            busy = interleaved(epoch_of, busy_repeats, warmup=0)
     finally:
         torch.set_num_threads(several)
-    plain = min((epochs[key] for key, (name, _) in variants.items() if name == "plain"), key=lambda timing: timing.best)
+    plain, busy_plain = (
+        min((timings[key] for key, (name, _) in variants.items() if name == "plain"), key=lambda timing: timing.best)
+        for timings in (epochs, busy)
+    )
     rows = [
         {
             "variant": name,
@@ -81,6 +90,8 @@ def bench_epoch(setting: Setting, *, repeats: int) -> dict[str, Any]:
             **epochs[key].to_dict(),
             "fetching": fetching[key].to_dict(),
             "ratio_to_plain": ratio(epochs[key], plain),
+            "busy": busy[key].to_dict(),
+            "busy_ratio_to_plain": ratio(busy[key], busy_plain),
         }
         for key, (name, threads) in variants.items()
     ]
