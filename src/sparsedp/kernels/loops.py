@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, uint64
+from numba import njit
 from torch import Tensor
 
 from sparsedp.kernels.threads import on_all_cores, split
@@ -423,8 +423,8 @@ def _add_products(
 ) -> None:  # fmt: skip
     """Four n and two rows of `out` at a time, so that the sums are read and written less often."""
     # Unsigned, or each access would test for an index from the end.
-    height, width = uint64(out.shape[0]), uint64(out.shape[1])
-    even = height + height % uint64(2)
+    height, width = np.uint64(out.shape[0]), np.uint64(out.shape[1])
+    even = height + height % np.uint64(2)
     total = np.zeros(even * width, np.float64)
     a, b = np.zeros(4 * even, np.float64), np.zeros(4 * width, np.float64)  # four rows of left, and of right
     one = factors.dtype.type(1)
@@ -434,13 +434,13 @@ def _add_products(
             a[:] = 0.0
         for n in range(first, last):
             for_left, for_right = (factors[n], one) if scales_left else (one, factors[n])
-            source, to = uint64(n * stride), uint64(n - first) * even
+            source, to = np.uint64(n * stride), np.uint64(n - first) * even
             for i in range(height):
                 a[to + i] = for_left * left[source + i]
-            source, to = uint64(n * other_stride), uint64(n - first) * width
+            source, to = np.uint64(n * other_stride), np.uint64(n - first) * width
             for j in range(width):
                 b[to + j] = for_right * right[source + j]
-        for i in range(uint64(0), even, uint64(2)):
+        for i in range(np.uint64(0), even, np.uint64(2)):
             a0, a1, a2, a3 = a[i], a[even + i], a[2 * even + i], a[3 * even + i]
             c0, c1, c2, c3 = a[i + 1], a[even + i + 1], a[2 * even + i + 1], a[3 * even + i + 1]
             at = i * width
