@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.speed.steps import Workload
 from sparsedp.capture import Capture, Captured, RowNorms
+from sparsedp.kernels import loops
 from sparsedp.mechanisms import Mechanism
 from sparsedp.sampling import BatchInfo
 
@@ -189,7 +191,8 @@ def count(workload: Workload) -> Counted:
         with norms:
             for uses in captured.uses.values():
                 captured.squared_norms(uses, row_norms)
-        with sums:
+        # By torch alone, which is watched: small products are added up in a compiled loop otherwise.
+        with mock.patch.object(loops, "compiled", lambda *tensors: False), sums:
             for name, uses in captured.uses.items():
                 if uses.is_used_in_full:
                     uses.add_weighted_sum(torch.zeros_like(parameters[name]), torch.ones(units))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import float64, njit, uint64
+from numba import float64, int64, njit, uint64
 
 from sparsedp.errors import SparseDPError
 from sparsedp.kernels import cipher, normals
@@ -128,11 +128,10 @@ class CipherGenerator:
         position = -1.0
         while position < count:
             expected = (count - position) * math.exp(log_p)
-            gaps = np.floor(self.standard_exponential(int(expected + 6 * math.sqrt(expected) + 8)) / rate)
-            positions = position + np.cumsum(gaps + 1)
-            ones.append(positions[positions < count])
-            position = float(positions[-1])
-        return np.concatenate(ones).astype(np.int64)
+            words = self.words(int(expected + 6 * math.sqrt(expected) + 8))
+            positions, position = _positions(words, rate, position, float(count))
+            ones.append(positions)
+        return ones[0] if len(ones) == 1 else np.concatenate(ones)
 
 
 def _count(size: Size) -> int:
@@ -140,16 +139,31 @@ def _count(size: Size) -> int:
 
 
 @njit(cache=True, nogil=True)
+def _positions(words: np.ndarray, rate: float, before: float, count: float) -> tuple[np.ndarray, float]:
+    """Behind the position `before`, at gaps floor(E / rate) for each word: the positions below `count`, and the last of all."""
+    out, ones, behind = np.empty(len(words), np.int64), 0, 0.0
+    for word in words:
+        behind += np.floor(_exponential(word) / rate) + 1
+        if before + behind < count:
+            out[ones] = int64(before + behind)
+            ones += 1
+    return out[:ones], before + behind
+
+
+@njit(cache=True, nogil=True)
 def exponentials(words: np.ndarray) -> np.ndarray:
     """-log u for u = (word + 1/2) / 2^64, from the end that is nearer: small and large numbers are as exact as float64 is."""
     out = np.empty(len(words))
     for i in range(len(words)):
-        word = words[i]
-        if word >> uint64(63):
-            out[i] = -math.log1p(-(float64(uint64(~word)) + 0.5) * 2.0**-64)
-        else:
-            out[i] = -math.log((float64(word) + 0.5) * 2.0**-64)
+        out[i] = _exponential(words[i])
     return out
+
+
+@njit(cache=True, nogil=True)
+def _exponential(word: np.uint64) -> float:
+    if word >> uint64(63):
+        return -math.log1p(-(float64(uint64(~word)) + 0.5) * 2.0**-64)
+    return -math.log((float64(word) + 0.5) * 2.0**-64)
 
 
 @njit(cache=True, nogil=True)

@@ -122,6 +122,26 @@ def test_outer_products(path: str, rows: int, height: int, width: int) -> None:
     assert torch.equal(loops.outer_products(a, b), expected)
 
 
+@pytest.mark.parametrize(("height", "width"), [(2, 3), (5, 4), (32, 32), (3, 2)])
+@pytest.mark.parametrize("rows", [0, 1, 7, 1024])
+def test_add_products(path: str, rows: int, height: int, width: int) -> None:
+    """The narrower one is multiplied by the factors in float32, and the products are added up in float64."""
+    draw = generator()
+    left, right = torch.randn(rows, 2 * height, generator=draw)[:, ::2], torch.randn(rows, width, generator=draw)
+    factors = torch.rand(rows, generator=draw)
+    scaled = (factors[:, None] * left, right) if height <= width else (left, factors[:, None] * right)
+    out = torch.ones(height, width)
+    loops.add_products(out, left, right, factors)
+    torch.testing.assert_close(out, (1 + scaled[0].double().mT @ scaled[1].double()).float(), rtol=2e-7, atol=1e-8)
+
+
+def test_many_equal_products_lose_no_digits(path: str) -> None:
+    out, tenths = torch.zeros(2, 2), torch.full((100_000, 2), 0.1)
+    loops.add_products(out, tenths, tenths, torch.ones(100_000))
+    expected = 100_000 * float(tenths[0, 0]) ** 2
+    torch.testing.assert_close(out.double(), torch.full((2, 2), expected, dtype=torch.float64), rtol=1e-7, atol=0)
+
+
 def test_add_rows(path: str) -> None:
     """Strided gradients, bags (source), factors, rows left out, long sums."""
     draw = generator()

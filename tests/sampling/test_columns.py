@@ -1,5 +1,6 @@
 """Batches that are fetched whole equal those made of single items, and the thread that fetches them leaves nothing behind."""
 
+import functools
 import os
 import random
 import subprocess
@@ -265,6 +266,11 @@ def threads() -> list[str]:
 
 
 class TestThePassOverALoader:
+    @pytest.fixture(autouse=True, params=[0.0, 60.0], ids=["by threads", "at once"])
+    def quick(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        """All batches are worth a thread, or none is."""
+        monkeypatch.setattr(loader_module, "one_ahead", functools.partial(one_ahead, quick=request.param))
+
     @pytest.mark.parametrize("how", [{}, {"poisson": False}, {"max_physical_batch": 3}])
     def test_batches_and_places_are_those_of_single_items(self, how: dict, monkeypatch: pytest.MonkeyPatch) -> None:
         def run() -> list[Any]:
@@ -321,8 +327,21 @@ class TestThePassOverALoader:
                 made.append(number)
                 yield number
 
-        for number in one_ahead(source()):
+        for number in one_ahead(source(), quick=0.0):
             assert len(made) <= number + 2
+
+    def test_a_thread_makes_what_follows_on_an_item_that_took_long(self) -> None:
+        makers: list[str] = []
+
+        def source() -> Any:
+            for wait in (0.0, 0.3, 0.0, 0.0):
+                makers.append(threading.current_thread().name)
+                threading.Event().wait(wait)
+                yield wait
+
+        assert list(one_ahead(source(), quick=0.2)) == [0.0, 0.3, 0.0, 0.0]
+        main = threading.current_thread().name
+        assert makers == [main, main, "sparsedp-batch", main]
 
     def test_a_failure_comes_where_its_batch_would_have(self) -> None:
         places = list(range(12))
@@ -341,7 +360,7 @@ class TestThePassOverALoader:
             yield 1
             raise KeyError("lost")
 
-        batches = one_ahead(source())
+        batches = one_ahead(source(), quick=0.0)
         assert next(batches) == 1
         with pytest.raises(KeyError, match="lost"):
             next(batches)
@@ -366,7 +385,7 @@ class TestThePassOverALoader:
                 yield 1
                 go.wait(20)
                 yield 2
-            batches = columns.one_ahead(source())
+            batches = columns.one_ahead(source(), quick=0.0)
             next(batches)
             child = os.fork()
             if child == 0:

@@ -30,8 +30,9 @@ def page(result: Mapping[str, Any], plots: Sequence[str]) -> str:
 Two towers over {setting["users"]:,} users and {setting["items"]:,} items, dim {setting["dim"]}, on a `TensorDataset` of
 {setting["examples"]:,} examples in batches of {setting["batch"]:,}: plain PyTorch with `DataLoader(data, shuffle=True)`,
 which reads one example after another, and private loops over the loader that `make_private` returns, which reads
-whole columns by one index while the step before runs. The ratio is to the faster of plain's two. In so small a model
-waking a thread up takes longer than most operations: one thread (`torch.set_num_threads(1)`, `training.threads: 1`) is faster.
+whole columns by one index, and where that takes long while the step before runs. The ratio is to the faster of plain's
+two. In so small a model waking a thread up takes longer than most operations: one thread (`torch.set_num_threads(1)`,
+`training.threads: 1`) is faster.
 The last two columns are epochs while as many other processes as there are threads compute without a pause.
 
 {table}

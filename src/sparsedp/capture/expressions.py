@@ -258,6 +258,8 @@ def _place(
     if not expression.is_view:
         return _through_autograd(expression, units, gradient, memory)
     size = parameter.numel()
+    if is_written and expression.tensor is parameter and parameter.is_contiguous():
+        return [(name, Built(gradient(slice(0, units)).reshape(units, size), 0))]
     is_written = is_written or _is_written_out(expression, units, expression.tensor.numel())
     if is_written and _is_block(expression):
         values, _ = _in_order(expression, gradient(slice(0, units)))

@@ -163,7 +163,7 @@ class TouchedRows:
 
         outs[name] holds the selected rows of the table, which `slots` refer to; without slots, all of its rows.
         """
-        pieces = []
+        pieces, operations = [], 0
         for name, out in outs.items():
             lookup, (begin, end) = self.lookups[name], self._edges[name]
             factor = factors.to(out.dtype)
@@ -172,12 +172,14 @@ class TouchedRows:
                 factor = factor * lookup.weight
             out = out.view(-1, lookup.grad.shape[1])
             places = self.of(name) if slots is None else slots[begin:end]
-            for part in split(end - begin, lookup.grad.shape[1] * lookup.ids.numel() // max(1, end - begin)):
+            work = lookup.grad.shape[1] * lookup.ids.numel()
+            operations += work
+            for part in split(end - begin, work // max(1, end - begin)):
                 edges = self.begin[begin + part.start : begin + part.stop + 1]
                 pieces.append(
                     (out, places[part], edges, self.order, self._firsts[name], lookup.grad, lookup.source, factor)
                 )
-        on_all_cores(lambda piece: loops.add_rows(*piece), pieces)
+        on_all_cores(lambda piece: loops.add_rows(*piece), pieces, operations)
 
     def _added_norms(self, slots: Tensor | None, row_norms: RowNorms) -> LookupNorms:
         """As `ParameterUses.squared_norms`, for all tables at once.

@@ -153,6 +153,13 @@ def scaled_rows(x: Tensor, factors: Tensor) -> Tensor:
     return x * factors[:, None]
 
 
+def narrower_scaled(left: Tensor, right: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
+    """Two matrices, of which the one with fewer columns has its rows multiplied by the factors."""
+    if left.shape[1] <= right.shape[1]:
+        return scaled_rows(left, factors), right
+    return left, scaled_rows(right, factors)
+
+
 def add_rows(
     out: Tensor, slots: Tensor, begin: Tensor, order: Tensor, first: int, grad: Tensor, source: Tensor | None,
     factor: Tensor,
@@ -191,6 +198,20 @@ def add_weighted_rows(out: Tensor, values: Tensor, factors: Tensor) -> None:
     for first in range(0, len(values), size):
         total.addmv_(values[first : first + size].double().mT, factors[first : first + size].double())
     out.add_(total.to(out.dtype))
+
+
+def add_products(out: Tensor, left: Tensor, right: Tensor, factors: Tensor) -> None:
+    """Adds the sum over n of factors[n] * left[n] outer right[n] to `out` (H, W), for left (N, H) and right (N, W), in float64.
+
+    The products are those of `narrower_scaled`.
+    """
+    if compiled(out, left, right, factors):  # torch would convert both, and wake its threads for it
+        (one, stride), (other, other_stride) = _flat(left), _flat(right)
+        scales_left = left.shape[1] <= right.shape[1]
+        _add_products(out.numpy(), one, stride, other, other_stride, factors.numpy(), scales_left)
+        return
+    left, right = narrower_scaled(left, right, factors)
+    out.add_(left.mT.double() @ right.double())
 
 
 def squared_sums(
@@ -393,6 +414,43 @@ def _add_weighted_rows(
             total[j] += factor * np.float64(row[j])
     for j in range(last - first):
         out[first + j] += total[j]
+
+
+@njit(cache=True, nogil=True)
+def _add_products(
+    out: np.ndarray, left: np.ndarray, stride: int, right: np.ndarray, other_stride: int, factors: np.ndarray,
+    scales_left: bool,
+) -> None:  # fmt: skip
+    """Four n and two rows of `out` at a time, so that the sums are read and written less often."""
+    # Unsigned, or each access would test for an index from the end.
+    height, width = np.uint64(out.shape[0]), np.uint64(out.shape[1])
+    even = height + height % np.uint64(2)
+    total = np.zeros(even * width, np.float64)
+    a, b = np.zeros(4 * even, np.float64), np.zeros(4 * width, np.float64)  # four rows of left, and of right
+    one = factors.dtype.type(1)
+    for first in range(0, len(factors), 4):
+        last = min(first + 4, len(factors))
+        if last < first + 4:
+            a[:] = 0.0
+        for n in range(first, last):
+            for_left, for_right = (factors[n], one) if scales_left else (one, factors[n])
+            source, to = np.uint64(n * stride), np.uint64(n - first) * even
+            for i in range(height):
+                a[to + i] = for_left * left[source + i]
+            source, to = np.uint64(n * other_stride), np.uint64(n - first) * width
+            for j in range(width):
+                b[to + j] = for_right * right[source + j]
+        for i in range(np.uint64(0), even, np.uint64(2)):
+            a0, a1, a2, a3 = a[i], a[even + i], a[2 * even + i], a[3 * even + i]
+            c0, c1, c2, c3 = a[i + 1], a[even + i + 1], a[2 * even + i + 1], a[3 * even + i + 1]
+            at = i * width
+            for j in range(width):
+                b0, b1, b2, b3 = b[j], b[width + j], b[2 * width + j], b[3 * width + j]
+                total[at + j] += (a0 * b0 + a1 * b1) + (a2 * b2 + a3 * b3)
+                total[at + width + j] += (c0 * b0 + c1 * b1) + (c2 * b2 + c3 * b3)
+    for i in range(height):
+        for j in range(width):
+            out[i, j] += total[i * width + j]
 
 
 @njit(cache=True, nogil=True)

@@ -15,13 +15,15 @@ import torch
 T = TypeVar("T")
 
 
-def on_all_cores(work: Callable[[T], None], items: Sequence[T]) -> None:
+def on_all_cores(work: Callable[[T], None], items: Sequence[T], operations: int | None = None) -> None:
     """Calls `work` with each item, on as many threads as torch uses, the caller's among them.
 
-    torch's modes, such as no_grad, are those of the thread: `work` has to enter its own.
+    torch's modes, such as no_grad, are those of the thread: `work` has to enter its own. Where all items together take so few
+    `operations` that there is nothing to share, the caller does them alone.
     """
-    if len(items) == 1:
-        work(items[0])
+    if len(items) == 1 or (operations is not None and operations < 2 * _WORTHWHILE):
+        for item in items:
+            work(item)
         return
     helpers = min(torch.get_num_threads(), len(items)) - 1
     left = iter(items)  # a sequence's: threads may share it
@@ -42,7 +44,7 @@ def on_all_cores(work: Callable[[T], None], items: Sequence[T]) -> None:
 
 def split(count: int, weight: int) -> list[slice]:
     """The numbers 0 to count - 1 in a few pieces that are worth a thread, if each of them takes `weight` operations."""
-    if 0 < count * weight <= _WORTHWHILE:
+    if 0 < count * weight < 2 * _WORTHWHILE:
         return [slice(0, count)]
     size = max(1, _WORTHWHILE // max(1, weight), -(-count // (_PIECES * torch.get_num_threads())))
     return [slice(begin, min(begin + size, count)) for begin in range(0, count, size)]

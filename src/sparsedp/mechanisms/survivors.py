@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numba import njit
 from scipy.special import gammaln, log_ndtr, ndtr, xlog1py, xlogy
 
 from sparsedp.mechanisms.expectation import RowCounts
@@ -36,14 +37,30 @@ def draw_survivors(
     if within is not None:
         first, end = within.searchsorted((first, end)).tolist()
     untouched = draw_rows(key.child(_UNTOUCHED), first, end, log_survival(threshold, std))
-    if not len(untouched):
-        return touched
     if within is not None:
         untouched = within[untouched]
-    if len(rows):
-        at = np.minimum(rows.searchsorted(untouched), len(rows) - 1)
-        untouched = untouched[rows[at] != untouched]  # touched rows have noise of their own, drawn above
-    return np.sort(np.concatenate([touched, untouched]), kind="stable")
+    return _joined(touched, untouched, rows)
+
+
+@njit(cache=True, nogil=True)
+def _joined(touched: np.ndarray, untouched: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Both, without those of `untouched` that are among `rows`: these have noise of their own. All are ascending and distinct."""
+    out = np.empty(len(touched) + len(untouched), np.int64)
+    count = k = r = 0
+    for row in untouched:
+        while r < len(rows) and rows[r] < row:
+            r += 1
+        if r < len(rows) and rows[r] == row:
+            continue
+        while k < len(touched) and touched[k] < row:
+            out[count] = touched[k]
+            count, k = count + 1, k + 1
+        out[count] = row
+        count += 1
+    while k < len(touched):
+        out[count] = touched[k]
+        count, k = count + 1, k + 1
+    return out[:count]
 
 
 def log_survival(threshold: float, std: float) -> float:

@@ -1,4 +1,4 @@
-"""Batches in one go: whole columns of a data set by one index, fetched while the step before runs.
+"""Batches in one go: whole columns of a data set by one index, fetched while the step before runs if that takes long.
 
 `default_collate` makes a batch of 1,024 examples of 1,024 items, one call of the data set each, which takes several times as
 long as a step of a small model. Where a data set is arrays and nothing else, one index into each of them gives the same batch.
@@ -7,6 +7,7 @@ long as a step of a small model. Where a data set is arrays and nothing else, on
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
@@ -25,6 +26,9 @@ T = TypeVar("T")
 Reader = Callable[[np.ndarray], Any]
 
 _TRIED = 3  # examples that are read in both ways before a pass
+# Seconds below which a batch is not worth a thread: to start one takes a tenth of a millisecond, and it competes with the step
+# for the interpreter.
+_QUICK = 0.0005
 
 
 def column_reader(dataset: Any, collate: Callable[[Any], Any]) -> Reader | None:
@@ -48,19 +52,26 @@ def column_reader(dataset: Any, collate: Callable[[Any], Any]) -> Reader | None:
         return None
 
 
-def one_ahead(source: Iterator[T]) -> Iterator[T]:
+def one_ahead(source: Iterator[T], quick: float = _QUICK) -> Iterator[T]:
     """What `source` gives, each made by a thread while the one before it is in use.
 
     The thread is a new one for each, and ends with it: none is left, asleep or not, by a loop that was broken off, that
-    failed, or whose process forked. What it raises is raised where its item would have been given.
+    failed, or whose process forked. What it raises is raised where its item would have been given. After an item that took
+    less than `quick` seconds the next is made when it is asked for, without a thread.
     """
-    ahead = _Ahead(source)
+    ahead: _Ahead | None = None
     try:
-        while (item := ahead.result()) is not _END:
-            ahead = _Ahead(source)
+        while True:
+            begin = time.perf_counter()
+            item = next(source, _END) if ahead is None else ahead.result()
+            if item is _END:
+                return
+            seconds = time.perf_counter() - begin if ahead is None else ahead.seconds
+            ahead = None if seconds < quick else _Ahead(source)
             yield item
     finally:
-        if ahead.thread is not threading.current_thread():  # in which the garbage collector may close this
+        # Not in the thread itself, in which the garbage collector may close this.
+        if ahead is not None and ahead.thread is not threading.current_thread():
             ahead.thread.join()
 
 
@@ -73,12 +84,16 @@ class _Ahead:
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
         self._outcome: tuple[Any, BaseException | None] | None = None
+        self.seconds = 0.0  # that it took
         self.thread = threading.Thread(target=self._make, name="sparsedp-batch")
         self.thread.start()
 
     def _make(self) -> None:
+        begin = time.perf_counter()
         try:
-            self._outcome = next(self._source, _END), None
+            item = next(self._source, _END)
+            self.seconds = time.perf_counter() - begin
+            self._outcome = item, None
         except BaseException as failure:
             self._outcome = None, failure
 

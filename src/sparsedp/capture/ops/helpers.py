@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ def plain(capture: CaptureForRules, value: Any) -> Any:
 def positions(tensor: Tensor, axis: UnitAxis, units: int) -> Tensor:
     """(B, P, last): units first, the last dimension last, all others merged."""
     moved = unit_first(tensor, axis, units)
-    return moved.reshape(units, moved[0, ..., 0].numel() if units else 0, moved.shape[-1])
+    return moved.reshape(units, math.prod(moved.shape[1:-1]) if units else 0, moved.shape[-1])
 
 
 def names_of(capture: CaptureForRules, operands: list[Tensor]) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor
 from sparsedp.capture import products
 from sparsedp.capture.uses.base import Bucket, RowNorms, Use, not_among
 from sparsedp.capture.uses.built import Built
-from sparsedp.kernels.loops import add_weighted_rows, outer_products, scaled_rows
+from sparsedp.kernels.loops import add_products, add_weighted_rows, narrower_scaled, outer_products
 
 # Elements of a matrix up to which its gradient may be written out for every unit.
 _MAX_WRITTEN_OUT = 1 << 16
@@ -110,16 +110,15 @@ class Linear(Use):
         if min(height, width) > 1 and grads.shape[0] * height * width > _CHEAP_IN_DOUBLE:
             # Each part is multiplied when its turn comes, so that it is still in the processor's cache.
             for some, others, each in zip(*(tensor.split(_ADDED_AT_ONCE) for tensor in (grads, rows, scale))):
-                some, others = _narrower_scaled(some, others, each)
+                some, others = narrower_scaled(some, others, each)
                 block.view(height, width).addmm_(some.mT, others)
             return
-        grads, rows = _narrower_scaled(grads, rows, scale)
         if height == 1:  # torch adds up a product with a vector one term after another, in float32
-            add_weighted_rows(block, rows, grads[:, 0])
+            add_weighted_rows(block, rows, grads[:, 0] * scale)
         elif width == 1:
-            add_weighted_rows(block, grads, rows[:, 0])
+            add_weighted_rows(block, grads, rows[:, 0] * scale)
         else:
-            block.view(height, width).add_(grads.mT.double() @ rows.double())
+            add_products(block.view(height, width), grads, rows, scale)
 
     def restricted(self, rows: Tensor, width: int) -> Linear | Built:
         inputs, grad = self.inputs, self.grad
@@ -150,10 +149,3 @@ class Linear(Use):
             positions = torch.arange(self.grad.shape[1], device=ids.device)[:, None]
             entries = self.grad[units[:, None, None], positions, columns]
         return entries.masked_fill(outside, 0)
-
-
-def _narrower_scaled(grads: Tensor, inputs: Tensor, factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Two matrices, of which the one with fewer columns has its rows multiplied by the factors."""
-    if grads.shape[1] <= inputs.shape[1]:
-        return scaled_rows(grads, factors), inputs
-    return grads, scaled_rows(inputs, factors)
