@@ -56,7 +56,9 @@ def _rms_norm(capture: CaptureForRules, name: str, func: Callable, args: tuple, 
     return _over_trailing(capture, name, F.rms_norm, bound)
 
 
-def _over_trailing(capture: CaptureForRules, name: str, function: Callable[..., Tensor], bound: dict[str, Any]) -> Tensor:
+def _over_trailing(
+    capture: CaptureForRules, name: str, function: Callable[..., Tensor], bound: dict[str, Any]
+) -> Tensor:
     """A normalisation over the last dimensions, with a weight and a bias for each of their elements."""
     x, weight, bias = bound.pop("input"), bound.pop("weight", None), bound.pop("bias", None)
     normalise = functools.partial(function, **bound)
