@@ -154,7 +154,7 @@ class NoisyGradient:
         `slots` are the places of the touched rows in the selection; the other uses must be restricted to it already.
         """
         trained = [name for name in captured.uses if name in self]  # not frozen since forward
-        looked_up = {name: self.values[name] for name in trained if name in touched.lookups}
+        looked_up = {name: self.of(name) for name in trained if name in touched.lookups}
         for name in looked_up:
             if name in self._index:
                 self._hold(name, touched.of(name))

@@ -68,10 +68,10 @@ def _over_trailing(
     if scale is None or (shift is None) != (bias is None) or not is_alike or not x.requires_grad:
         return _scale_and_shift(capture, capture.place(normalise(x), axis), weight, bias)
 
-    def tapped(expression: Expression) -> Tensor:
-        return tap(capture, name, expression, axis, x.ndim, x.shape[axis.dim])
+    def tapped(expression: Expression | None) -> Tensor | None:
+        return None if expression is None else tap(capture, name, expression, axis, x.ndim, x.shape[axis.dim])
 
-    out: Tensor = _Normalised.apply(normalise, x, tapped(scale), None if shift is None else tapped(shift))
+    out = _Normalised.apply(normalise, x, tapped(scale), tapped(shift))  # type: ignore[no-untyped-call]
     return capture.place(out, axis)
 
 
