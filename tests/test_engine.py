@@ -12,10 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import sparsedp
 from sparsedp import SparseDPError, UnsupportedError
+from sparsedp.capture import Capture, Captured
+from sparsedp.capture.uses import ParameterUses
+from sparsedp.gradient import NoisyGradient
 from support import Clicks, clicks, loader_of, make_private, one_by_one, train
 
 
@@ -436,6 +440,56 @@ def test_the_memory_of_a_large_matrixs_gradient_is_given_back() -> None:
         kept = optimizer.private_step._buffers
         assert "1.weight" not in kept
         assert "0.weight" in kept, "a table's is used again: making it anew takes longer than its noise"
+
+
+def test_uses_are_dropped_as_they_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while the loop still has its loss, and with it the graph; a large matrix's gradient gets memory at its sum."""
+    module = nn.Sequential(
+        nn.Linear(16, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1), nn.Flatten(0)
+    )
+    data = loader_of(torch.randn(32, 16), torch.rand(32).round(), batch_size=8)
+    _, module, optimizer, loader = make_private(module, data)
+    inputs: list[StorageWeakRef] = []  # and gradients of the large matrix's outputs
+    summed: list[str] = []
+    add, add_weighted_sum = NoisyGradient.add, ParameterUses.add_weighted_sum
+
+    def adding(gradient: NoisyGradient, captured: Captured, *rest: Any) -> None:
+        names = {id(uses): name for name, uses in captured.uses.items()}
+        (use,) = captured.uses["2.weight"].linears
+        inputs[:] = [StorageWeakRef(tensor.untyped_storage()) for tensor in (use.inputs, use.grad)]
+        del use
+
+        def summing(uses: ParameterUses, *args: Any) -> None:
+            summed.append(names[id(uses)])
+            assert summed[-1] not in captured.uses
+            assert ("2.weight" in gradient.values) == ("2.weight" in summed)
+            if summed[-1] == "0.weight":
+                assert all(storage.expired() for storage in inputs)
+            add_weighted_sum(uses, *args)
+
+        monkeypatch.setattr(ParameterUses, "add_weighted_sum", summing)
+        add(gradient, captured, *rest)
+
+    monkeypatch.setattr(NoisyGradient, "add", adding)
+    ids, target = next(iter(loader))
+    loss = bce(module(ids), target)
+    loss.backward()
+    optimizer.step()
+    assert set(summed) == {name for name, _ in module.named_parameters()}
+    assert summed.index("4.weight") < summed.index("2.weight") < summed.index("0.weight")
+    assert loss.grad_fn is not None
+
+
+def test_a_graph_has_one_step() -> None:
+    module = nn.Sequential(nn.Linear(4, 3), nn.Flatten(0))
+    capture = Capture(module, dict(module.named_parameters()))
+    capture.attach()
+    loss = module(torch.randn(5, 4)).sum()
+    loss.backward(retain_graph=True)
+    assert capture.collect() is not None
+    loss.backward()
+    with pytest.raises(SparseDPError, match="an earlier step\\(\\) took already"):
+        capture.collect()
 
 
 @pytest.mark.parametrize("kind", ["own optimizer", "hook", "hook of all optimizers"])

@@ -51,7 +51,7 @@ class NoisyGradient:
         self.space = space
         self._shards, self._widths = shards, widths
         self.selection = selection
-        self.values: dict[str, Tensor] = {}
+        self.values: dict[str, Tensor] = {}  # of all when `sums` was asked for
         self.public: dict[str, Tensor] = {}  # of tables with a selection: what all rows get, which no unit decides
         self._parameters = parameters
         self._index: dict[str, int] = {}  # of the noise of parameters that change as a whole
@@ -60,8 +60,8 @@ class NoisyGradient:
         rows = selection or {}
         for index, (name, parameter) in enumerate(parameters.items()):
             if name not in rows and parameter.requires_grad:
-                keeps = name in space.names or parameter.numel() < _LARGE
-                self.values[name] = _buffer(dense if keeps else {}, name, parameter)
+                if name in space.names or parameter.numel() < _LARGE:
+                    self.values[name] = _buffer(dense, name, parameter)
                 self._index[name] = index
             elif name in rows and noise_on_rows:
                 self._selected[name] = index
@@ -78,11 +78,21 @@ class NoisyGradient:
             for (name, shape), part in zip(shapes.items(), flat.split_with_sizes(sizes)):
                 self.values[name] = part.view(shape)
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a parameter is not frozen."""
+        return name in self._index or name in self.values
+
+    def of(self, name: str) -> Tensor:
+        """The sums of a parameter. Those of a large matrix have memory when they are first asked for."""
+        if name not in self.values:
+            self.values[name] = _buffer({}, name, self._parameters[name])
+        return self.values[name]
+
     @property
     def sums(self) -> dict[int, Sums]:
         """What noise is to be added to, when all physical batches have been added, each under an index of its own."""
         dense = {
-            i: Sums(self.values[name], self._held.get(name, _NO_ROWS), **self._shard_of(name, with_first=True))
+            i: Sums(self.of(name), self._held.get(name, _NO_ROWS), **self._shard_of(name, with_first=True))
             for name, i in self._index.items()
         }
         rows = self.selection or {}
@@ -101,11 +111,11 @@ class NoisyGradient:
     def whole(self, name: str) -> Tensor:
         """The sums of a parameter that changes as a whole, with zeros where there are none."""
         self._hold(name, None)
-        return self.values[name]
+        return self.of(name)
 
     def put(self, name: str, values: Tensor) -> None:
         """Sums of a parameter that changes as a whole, which others have added up."""
-        self.values[name].copy_(values)
+        self.of(name).copy_(values)
         self._held[name] = None
 
     def put_rows(self, name: str, sums: RowSparse) -> None:
@@ -124,7 +134,7 @@ class NoisyGradient:
 
         Of a parameter that changes as a whole: where selected rows change, they begin as zeros.
         """
-        values, held = self.values[name], self._held.get(name, _NO_ROWS)
+        values, held = self.of(name), self._held.get(name, _NO_ROWS)
         if held is None:
             return
         if rows is None:
@@ -138,25 +148,27 @@ class NoisyGradient:
     def add(self, captured: Captured, touched: TouchedRows, slots: Tensor | None, weights: Tensor) -> None:
         """Adds the sum over examples of weight times gradient.
 
-        `weights` (examples,) are the clip factors of their units, over the divisor.
+        `weights` (examples,) are the clip factors of their units, over the divisor. The uses are dropped one by one, so that the
+        sums of the next parameter find room where the uses of the last one were.
 
         `slots` are the places of the touched rows in the selection; the other uses must be restricted to it already.
         """
-        trained = {
-            name: uses for name, uses in captured.uses.items() if name in self.values
-        }  # not frozen since forward
-        looked_up = {name: self.values[name] for name in trained if name in touched.lookups}
-        for name in trained:
+        trained = [name for name in captured.uses if name in self]  # not frozen since forward
+        looked_up = {name: self.of(name) for name in trained if name in touched.lookups}
+        for name in looked_up:
             if name in self._index:
-                self._hold(name, touched.of(name) if name in looked_up else None)
-        kinds = {self.values[name].dtype for name in trained}
+                self._hold(name, touched.of(name))
+        kinds = {self._parameters[name].dtype for name in trained}
         if len(kinds) == 1:
             weights = weights.to(kinds.pop())  # once, and not for each parameter
         touched.add_weighted_sums(looked_up, slots, weights)
-        for name, uses in trained.items():
+        for name in trained:
+            uses = captured.uses.pop(name)
             if name in looked_up:
                 continue
-            out = self.values[name]
+            if name in self._index:
+                self._hold(name, None)
+            out = self.of(name)
             mine = weights.to(out.dtype)
             rows = None if self.selection is None else self.selection.get(name)
             if rows is None:

@@ -240,7 +240,7 @@ class PrivateStep:
             sums = {name: RowSparse(rows[name], gradient.values[name]) for name in tables}
             for name, owned in self._exchange.add_up_rows(sums).items():
                 total.put_rows(name, owned)
-            dense = {name: gradient.whole(name) for name in gradient.values if name not in tables}
+            dense = {name: gradient.whole(name) for name in self._parameters if name in gradient and name not in tables}
             self.ranks.add_up_dense(list(dense.values()))
             for name, values in dense.items():
                 total.put(name, values)
@@ -367,7 +367,7 @@ class PrivateStep:
         """The gradients of the terms of the loss that depend on parameters alone, as they are in the loop's own loss."""
         for term in terms:
             for name, grad in term.gradients().items():
-                if name not in gradient.values:  # frozen since forward
+                if name not in gradient:  # frozen since forward
                     continue
                 if name in (gradient.selection or {}):
                     gradient.public[name] = gradient.public[name] + grad if name in gradient.public else grad.clone()

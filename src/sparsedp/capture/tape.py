@@ -55,6 +55,17 @@ class Record:
             )
         return self.grad
 
+    def release(self) -> None:
+        """Lets go of inputs and gradient: whoever still has the loss has its graph, which has this record."""
+        self.finish, self.kept, self.grad = _refuse_again, [], None
+
+
+def _refuse_again(grad: Tensor) -> Placed:
+    raise SparseDPError(
+        "A backward pass came by a forward pass whose gradients an earlier step() took already. Call the module again for every "
+        "step. Nothing was written."
+    )
+
 
 class _Source(torch.autograd.Function):
     """Makes a tensor the start of a history, or the next in that of `before`, so that its gradient can be seen.
@@ -299,8 +310,10 @@ class Tape:
         for record in arrived:
             for name, use in record.finish(record.final_grad()):
                 uses.setdefault(name, []).append(use)
-            record.grad = None
-        return Captured.of(batch, uses, [kept for record in arrived for kept in record.kept], terms)
+        kept = [kept for record in arrived for kept in record.kept]
+        for record in arrived:
+            record.release()
+        return Captured.of(batch, uses, kept, terms)
 
     def _require_gradients(self) -> None:
         """A use whose output took part in the loss has a gradient; without one, its parameter would not train."""

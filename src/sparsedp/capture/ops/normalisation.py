@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparsedp.capture.expressions import Expression
+from sparsedp.capture.ops.elementwise import tap
 from sparsedp.capture.ops.helpers import bind, names_of, require_functional
 from sparsedp.capture.ops.protocol import CaptureForRules
 from sparsedp.capture.ops.registry import Call, axis_rule, batch_first, use_rule
@@ -22,12 +25,12 @@ def _scale_and_shift(capture: CaptureForRules, normal: Tensor, weight: Any, bias
         return normal if bias is None else normal + bias
 
 
-def _placed(capture: CaptureForRules, name: str, source: Tensor, out: Tensor, trailing: int) -> Tensor:
-    """A normalised activation: its units are where they were, and not among the `trailing` dimensions."""
+def _axis(capture: CaptureForRules, name: str, source: Tensor, trailing: int) -> UnitAxis:
+    """Where the units of an activation are that is normalised: not among the `trailing` dimensions."""
     axis = capture.axis(source, name, "of the layer")
     if axis.dim >= source.ndim - trailing:
         raise capture.refuse(name, "of the layer", "it normalises over the units of the batch", "keep the batch first")
-    return capture.place(out, axis)
+    return axis
 
 
 @axis_rule("layer_norm", "rms_norm")
@@ -44,25 +47,60 @@ def _trailing(shape: Any) -> int:
 @use_rule("layer_norm")
 def _layer_norm(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     bound = bind(("input", "normalized_shape", "weight", "bias", "eps"), args, kwargs)
-    weight, bias = bound.pop("weight", None), bound.pop("bias", None)
-    return _scale_and_shift(
-        capture,
-        _placed(capture, name, bound["input"], F.layer_norm(**bound), _trailing(bound["normalized_shape"])),
-        weight,
-        bias,
-    )
+    return _over_trailing(capture, name, F.layer_norm, bound)
 
 
 @use_rule("rms_norm")
 def _rms_norm(capture: CaptureForRules, name: str, func: Callable, args: tuple, kwargs: dict) -> Tensor:
     bound = bind(("input", "normalized_shape", "weight", "eps"), args, kwargs)
-    weight = bound.pop("weight", None)
-    return _scale_and_shift(
-        capture,
-        _placed(capture, name, bound["input"], F.rms_norm(**bound), _trailing(bound["normalized_shape"])),
-        weight,
-        None,
-    )
+    return _over_trailing(capture, name, F.rms_norm, bound)
+
+
+def _over_trailing(
+    capture: CaptureForRules, name: str, function: Callable[..., Tensor], bound: dict[str, Any]
+) -> Tensor:
+    """A normalisation over the last dimensions, with a weight and a bias for each of their elements."""
+    x, weight, bias = bound.pop("input"), bound.pop("weight", None), bound.pop("bias", None)
+    normalise = functools.partial(function, **bound)
+    axis = _axis(capture, name, x, _trailing(bound["normalized_shape"]))
+    scale, shift = capture.expression(weight), capture.expression(bias)
+    is_alike = all(parameter is None or parameter.dtype == x.dtype for parameter in (weight, bias))
+    if scale is None or (shift is None) != (bias is None) or not is_alike or not x.requires_grad:
+        return _scale_and_shift(capture, capture.place(normalise(x), axis), weight, bias)
+
+    def tapped(expression: Expression | None) -> Tensor | None:
+        return None if expression is None else tap(capture, name, expression, axis, x.ndim, x.shape[axis.dim])
+
+    out = _Normalised.apply(normalise, x, tapped(scale), tapped(shift))  # type: ignore[no-untyped-call]
+    return capture.place(out, axis)
+
+
+class _Normalised(torch.autograd.Function):
+    """`normalise(x)` times a weight, plus a bias if there is one.
+
+    It keeps no more than torch's own does, x: what is normalised is made again in the backward pass.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, normalise: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.normalise, ctx.shape_of_bias = normalise, None if bias is None else bias.shape
+        ctx.save_for_backward(x, weight)
+        out = normalise(x).mul_(weight)
+        return out if bias is None else out.add_(bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,), (x, weight) = grads, ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            normal = ctx.normalise(x)
+        of_weight = (grad * normal.detach()).sum_to_size(weight.shape)
+        (of_x,) = torch.autograd.grad(normal, x, grad * weight)
+        of_bias = None if ctx.shape_of_bias is None else grad.sum_to_size(ctx.shape_of_bias)
+        return None, of_x, of_weight, of_bias
 
 
 axis_rule("group_norm", "instance_norm", "batch_norm", "local_response_norm")(batch_first)
@@ -80,7 +118,8 @@ def _normalised(capture: CaptureForRules, name: str, function: Callable[..., Ten
     """A normalisation of (B, C, ...), with a weight and a bias per channel."""
     x = bound["input"]
     weight, bias = (_by_channel(capture, bound.pop(key, None), x.ndim) for key in ("weight", "bias"))
-    return _scale_and_shift(capture, _placed(capture, name, x, function(**bound), x.ndim - 1), weight, bias)
+    axis = _axis(capture, name, x, x.ndim - 1)
+    return _scale_and_shift(capture, capture.place(function(**bound), axis), weight, bias)
 
 
 @use_rule("group_norm")
