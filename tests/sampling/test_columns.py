@@ -9,6 +9,7 @@ import textwrap
 import threading
 from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,6 +23,7 @@ from sparsedp.data import ArrayDataset, Sequences, TableDataset
 from sparsedp.errors import ConfigError
 from sparsedp.noise import RandomKey
 from sparsedp.sampling import PrivateLoader
+from sparsedp.sampling import columns as columns_module
 from sparsedp.sampling import loader as loader_module
 from sparsedp.sampling.columns import _equal, column_reader, one_ahead
 
@@ -330,15 +332,18 @@ class TestThePassOverALoader:
         for number in one_ahead(source(), quick=0.0):
             assert len(made) <= number + 2
 
-    def test_a_thread_makes_what_follows_on_an_item_that_took_long(self) -> None:
+    def test_a_thread_makes_what_follows_on_an_item_that_took_long(self, monkeypatch: pytest.MonkeyPatch) -> None:
         makers: list[str] = []
+        now = 0.0
 
         def source() -> Any:
-            for wait in (0.0, 0.3, 0.0, 0.0):
+            nonlocal now
+            for seconds in (0.0, 0.3, 0.0, 0.0):
                 makers.append(threading.current_thread().name)
-                threading.Event().wait(wait)
-                yield wait
+                now += seconds
+                yield seconds
 
+        monkeypatch.setattr(columns_module, "time", SimpleNamespace(perf_counter=lambda: now))
         assert list(one_ahead(source(), quick=0.2)) == [0.0, 0.3, 0.0, 0.0]
         main = threading.current_thread().name
         assert makers == [main, main, "sparsedp-batch", main]
