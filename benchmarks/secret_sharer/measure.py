@@ -48,7 +48,7 @@ def measure(
     data = load_with_progress(runs[0].config, reporter)
     if any(run.data_key != runs[0].data_key for run in runs):
         raise SparseDPError(f"{sweep}: the runs must have the same data, for which the canaries are made.")
-    rows = []
+    rows: list[Row] = []
     for number, run in enumerate(runs, 1):
         reporter.say(f"Run {number} of {len(runs)}: {run.id}")
         path = folder / run.id
