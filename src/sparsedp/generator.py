@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import float64, njit, uint64
+from numba import float64, uint64
 
 from sparsedp.errors import SparseDPError
 from sparsedp.kernels import cipher, normals
+from sparsedp.kernels.compiler import compile_loop
 from sparsedp.kernels.threads import on_all_cores
 
 # Numbers that one thread draws at a time, and how many it takes for several threads to be worth it.
@@ -139,7 +140,7 @@ def _count(size: Size) -> int:
     return math.prod(size) if isinstance(size, tuple) else size
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def exponentials(words: np.ndarray) -> np.ndarray:
     """-log u for u = (word + 1/2) / 2^64, from the end that is nearer: small and large numbers are as exact as float64 is."""
     out = np.empty(len(words))
@@ -152,7 +153,7 @@ def exponentials(words: np.ndarray) -> np.ndarray:
     return out
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _swap(order: np.ndarray, last: int, places: np.ndarray) -> None:
     """Exchanges the elements at `last`, at the one before it and so on with those at `places`."""
     for k in range(len(places)):
