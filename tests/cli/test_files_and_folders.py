@@ -82,7 +82,9 @@ def test_a_run_folder_that_cannot_be_written_is_refused_before_the_data_are_read
     )
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # as on a disk that can only be read
     assert "nothing can be written there" in refused(capsys, "train", "clicks.yaml")
-    with pytest.raises(SparseDPError, match=r"^\.: nothing can be written there: it is no folder that you may write to"):
+    with pytest.raises(
+        SparseDPError, match=r"^\.: nothing can be written there: it is no folder that you may write to"
+    ):
         require_writable(Path(), "Name another")
 
 

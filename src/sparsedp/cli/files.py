@@ -32,7 +32,10 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename in (None, str(temporary)):  # nobody asked for the one beside it
+        if isinstance(error, OSError) and error.filename in (
+            None,
+            str(temporary),
+        ):  # nobody asked for the one beside it
             error.filename, error.filename2 = str(path), None
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -55,7 +58,9 @@ def require_writable(folder: Path, hint: str) -> None:
     existing = _existing(folder)
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         where = "it" if existing == folder else str(existing)
-        raise SparseDPError(f"{folder}: nothing can be written there: {where} is no folder that you may write to. {hint}.")
+        raise SparseDPError(
+            f"{folder}: nothing can be written there: {where} is no folder that you may write to. {hint}."
+        )
 
 
 def require_space(folder: Path, needed: int, what: str, hint: str = "") -> None:

@@ -174,7 +174,9 @@ class RunFolder:
     def changed_files(self, config: Config) -> list[str]:
         """The files of the data that are no longer what they were when the run was started."""
         begun = _mapping(_mapping(self._read("provenance.json", {})).get("data")).get("files")
-        digests = {file.get("path"): file.get("sha256") for file in map(_mapping, begun if isinstance(begun, list) else [])}
+        digests = {
+            file.get("path"): file.get("sha256") for file in map(_mapping, begun if isinstance(begun, list) else [])
+        }
         files = provenance(config)["data"]["files"]
         return [file["path"] for file in files if digests.get(file["path"], file["sha256"]) != file["sha256"]]
 

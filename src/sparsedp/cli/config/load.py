@@ -97,7 +97,9 @@ def make_config(values: dict[str, Any], source: str, changed: Mapping[str, str],
 
 
 def dump_config(config: Config | dict[str, Any]) -> str:
-    return yaml.safe_dump(config.to_dict() if isinstance(config, Config) else config, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(
+        config.to_dict() if isinstance(config, Config) else config, sort_keys=False, allow_unicode=True
+    )
 
 
 @functools.cache
