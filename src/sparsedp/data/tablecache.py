@@ -48,7 +48,7 @@ _MOST_WORKERS = 4
 _PIECE_ROWS = 1 << 18
 _EARLY_LINES = 1000
 _HINTS = {
-    NEITHER: "Say which labels mean 1: data.positive lists texts, such as [yes], and data.label_above is a number.",
+    NEITHER: "Say which labels mean 1: data.positive lists texts, such as ['yes'], and data.label_above is a number.",
     "is not text in UTF-8": "Save the file as UTF-8.",
     "is not a number": "Fields such as NA and null are missing, and numbers have no separators between thousands; is the column "
     "a categorical one?",
