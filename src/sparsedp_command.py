@@ -10,7 +10,9 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
+INTERRUPTED = 130
 # What each command does: the first sentence of its module in sparsedp/cli/commands.
 COMMANDS = {
     "init": "Looks at a file, guesses what its columns are, and writes a configuration that trains on it.",
@@ -47,11 +49,28 @@ def main() -> int:
     # OpenMP's threads spin while they wait, which on a busy machine makes steps many times slower. It reads this once,
     # when torch loads it.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    if not any(word in COMMANDS for word in sys.argv[1:]):
-        make_parser().parse_args()  # answers --help and --version, and refuses everything else
-    from sparsedp.cli.main import main
+    words = sys.argv[1:]
+    if not any(word in COMMANDS for word in words):
+        parser = make_parser()
+        given = [word for word in words if not word.startswith("-")]
+        if given and not {"-h", "--help", "--version"} & set(words):
+            _refuse(parser, given[0])
+        parser.parse_args(words)  # answers --help and --version, and refuses everything else
+    try:
+        from sparsedp.cli.main import main
 
-    return main()
+        return main()
+    except KeyboardInterrupt:  # while torch is loaded; later on the command line itself answers
+        print("sparsedp: interrupted", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _refuse(parser: argparse.ArgumentParser, given: str) -> NoReturn:
+    from difflib import get_close_matches
+
+    close = get_close_matches(given, COMMANDS, n=1)
+    hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(COMMANDS)}"
+    parser.error(f"there is no command {given!r}: {hint}")
 
 
 def make_parser(

@@ -135,6 +135,8 @@ def test_an_optimizer_that_takes_dense_gradients_alone_leaves_dpsgd() -> None:
     advice = sparsedp.advise(**arguments(50, torch.optim.Adam), look_at="data")
     assert advice.recommended.label == "DPSGD"
     assert all(option.refused for option in advice.options if option.label != "DPSGD")
+    assert str(advice).count("leaves row-sparse gradients") == 1  # of all mechanisms together
+    assert "FEST k=" in next(line for line in str(advice).splitlines() if "leaves row-sparse gradients" in line)
 
 
 # ------------------------------------------------------------------ the rule

@@ -149,14 +149,21 @@ class Advice:
             "reason": self.reason,
         }
 
+    def refusals(self) -> list[str]:
+        """Why some mechanisms are not possible: each reason once, behind all that it is of."""
+        labels: dict[str, list[str]] = {}
+        for option in self.options:
+            if option.refused:
+                labels.setdefault(option.refused, []).append(option.label)
+        return [f"{'; '.join(refused)}: {reason}" for reason, refused in labels.items()]
+
     def __str__(self) -> str:
         rows = [HEADINGS, *(cells(option) for option in self.options)]
         widths = [max(len(row[i]) for row in rows) for i in range(len(HEADINGS))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        refused = [f"{option.label}: {option.refused}" for option in self.options if option.refused]
         return "\n".join([
             f"{self.steps:,} steps, epsilon {self.epsilon:.4g} at delta {self.delta:g}; rows predicted from {self.source}",
-            *lines, LEGEND, *refused, f"Recommended: {self.recommended.label}. {self.reason}",
+            *lines, LEGEND, *self.refusals(), f"Recommended: {self.recommended.label}. {self.reason}",
         ])  # fmt: skip
 
 

@@ -177,7 +177,9 @@ def state_of(
     plan = plan.with_threshold_of(content["plan"])
     if content["plan_hash"] != plan.hash:
         lines = "; ".join(plan.differences(content["plan"]))
-        raise CheckpointError(f"{path} belongs to another plan: {lines}.")
+        raise CheckpointError(
+            f"{path} belongs to another plan: {lines}. Go on with the settings and the data it was written with, or start anew."
+        )
     if content["seed"] != seed:
         raise CheckpointError(f"{path} was written with seed {content['seed']}, this engine has seed {seed}.")
     lineage = Lineage()

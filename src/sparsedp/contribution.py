@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
 from sparsedp.capture import Captured, RowSpace
 from sparsedp.errors import SparseDPWarning
 from sparsedp.kernels import loops
+from sparsedp.kernels.compiler import compile_loop
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Contribution:
         return torch.zeros(places, dtype=torch.float64, device=at.device).index_add_(0, at, shares[units])
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _sums(units: np.ndarray, at: np.ndarray, clip: float, many: int, places: int) -> np.ndarray:
     """As `Contribution.shares`, in one loop."""
     shares, total = np.zeros(many, np.float64), np.zeros(places, np.float64)

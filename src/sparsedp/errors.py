@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import pickle
 import textwrap
 from collections.abc import Callable, Iterable
@@ -21,10 +23,27 @@ def one_line(error: BaseException) -> str:
     """What an error says, in one line; with its type if it is not SparseDP's own, nor the operating system's."""
     if isinstance(error, pickle.UnpicklingError):  # torch would have its reader run what is in the file
         return "it holds other things than weights and plain values, which are not read: they could run code"
+    if isinstance(error, OSError) and error.strerror:
+        return _of_the_system(error)
     text = " ".join(str(error).split())
     if isinstance(error, SparseDPError) and error.refusal is not None:
         text = " ".join(f"{error.message} {error.refusal.location}".split())
     return text if isinstance(error, (SparseDPError, OSError)) else f"{type(error).__name__}: {text}"
+
+
+_MENDS = {
+    errno.EACCES: "Look who may read and write it, and its folder",
+    errno.EPERM: "Look who may read and write it, and its folder",
+    errno.EROFS: "Name a folder on another disk",
+    errno.ENOSPC: "Make room on its disk",
+}
+
+
+def _of_the_system(error: OSError) -> str:
+    """What an error of the operating system is about, what it says, and what to do."""
+    about = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+    mend = _MENDS.get(error.errno or 0, "")
+    return " ".join(f"{about}{error.strerror}{f'. {mend}' if mend else ''}".split())
 
 
 _ALL_AT_ONCE = "  sparsedp.explain(model, loss_fn, batch) shows all refusals of a model at once."

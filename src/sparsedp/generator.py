@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import float64, int64, njit, uint64
+from numba import float64, int64, uint64
 
 from sparsedp.errors import SparseDPError
 from sparsedp.kernels import cipher, normals
+from sparsedp.kernels.compiler import compile_loop
 from sparsedp.kernels.threads import on_all_cores
 
 # Numbers that one thread draws at a time, and how many it takes for several threads to be worth it.
@@ -138,7 +139,7 @@ def _count(size: Size) -> int:
     return math.prod(size) if isinstance(size, tuple) else size
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _positions(words: np.ndarray, rate: float, before: float, count: float) -> tuple[np.ndarray, float]:
     """Behind the position `before`, at gaps floor(E / rate) for each word: the positions below `count`, and the last of all."""
     out, ones, behind = np.empty(len(words), np.int64), 0, 0.0
@@ -150,7 +151,7 @@ def _positions(words: np.ndarray, rate: float, before: float, count: float) -> t
     return out[:ones], before + behind
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def exponentials(words: np.ndarray) -> np.ndarray:
     """-log u for u = (word + 1/2) / 2^64, from the end that is nearer: small and large numbers are as exact as float64 is."""
     out = np.empty(len(words))
@@ -159,14 +160,14 @@ def exponentials(words: np.ndarray) -> np.ndarray:
     return out
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _exponential(word: np.uint64) -> float:
     if word >> uint64(63):
         return -math.log1p(-(float64(uint64(~word)) + 0.5) * 2.0**-64)
     return -math.log((float64(word) + 0.5) * 2.0**-64)
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _swap(order: np.ndarray, last: int, places: np.ndarray) -> None:
     """Exchanges the elements at `last`, at the one before it and so on with those at `places`."""
     for k in range(len(places)):

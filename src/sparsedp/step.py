@@ -41,6 +41,7 @@ from sparsedp.tables.local import watched
 
 _NONE = torch.empty(0, dtype=torch.long)
 
+_FEW_UNITS = 5  # whose own data may be wrong; where it is so of many, weights may well be the cause
 _DIVERGED = 1e10  # weights of a model that learns are nowhere near it
 
 
@@ -322,8 +323,10 @@ class PrivateStep:
         if captured.owners is None and captured.places is not None and len(captured.places) == captured.units:
             rows = ", ".join(str(captured.places[unit]) for unit in units[:5])
             where = f" (in the data set: row(s) {rows}{', ...' if len(units) > 5 else ''})"
+        many = len(units) > max(_FEW_UNITS, len(squared_norms) // 10)
         return (
             f"It is so for {len(units)} of the batch's {len(squared_norms)} units, at place(s) {named}: "
+            f"{'lower the learning rate, if weights grow from step to step; otherwise ' if many else ''}"
             f"look for NaN, or for very large numbers, in their inputs and labels{where}."
         )
 

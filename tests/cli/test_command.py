@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import sparsedp
+import sparsedp_command
 from sparsedp.cli.main import main
 from sparsedp_command import COMMANDS
 
@@ -46,6 +47,47 @@ def test_help_version_and_mistakes_need_no_torch(arguments: list[str], ended: st
         env={"PYTHONPATH": str(Path(sparsedp.__file__).parents[1]), "PATH": ""},
     )  # fmt: skip
     assert done.stdout.splitlines()[-1] == f"ended {ended}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["trian", "demo"], "sparsedp: error: there is no command 'trian': did you mean 'train'?"),
+        (["my.yaml"], "sparsedp: error: there is no command 'my.yaml': there are init, train, "),
+    ],
+)
+def test_a_misspelt_command_is_told_the_nearest_one(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["sparsedp", *words])
+    with pytest.raises(SystemExit) as end:
+        sparsedp_command.main()
+    assert end.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_unknown_option_is_refused_beside_the_usage_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["init", "clicks.csv", "--out", "x.yaml"])
+    assert end.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("usage: sparsedp init ") and "--to CONFIG" in said
+    assert said.endswith("sparsedp init: error: unrecognized arguments: --out x.yaml\n")
+
+
+def test_ctrl_c_while_torch_is_loaded_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "sparsedp.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["sparsedp", "train", "demo"])
+    monkeypatch.delitem(sys.modules, "sparsedp.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert sparsedp_command.main() == 130
+    assert capsys.readouterr().err == "sparsedp: interrupted\n"
 
 
 def test_every_command_says_the_same_here_and_there() -> None:

@@ -169,6 +169,10 @@ def test_the_demo_explains_every_key_that_it_can_have() -> None:
             "data.kind=my module:f",
             r"data.kind: expected generated or table or clicklog or generated_sequences or sequences or generated_timelines or timelines or text or 'package.module:name'",
         ),
+        (
+            "data={kind: table, paths: a.csv, label: y, positive: [yes]}",
+            r"data.positive\[0\]: expected text; got True, which yes and no, on and off are without quotes$",
+        ),
         ("data=none", r"data: expected a mapping with the key kind; got 'none'"),
         ("data={rows: 3}", r"data.kind: missing; expected generated or table or clicklog"),
         ("data.held_out=1", r"data.held_out: expected a number of at least 0 and below 1 or a list"),

@@ -320,6 +320,13 @@ class TestInPython:
         ):
             one_step(torch.tensor([1, 2, 3]), torch.tensor([0, 1, float("nan")]), mechanism=mechanism)
 
+    def test_labels_of_so_many_that_it_may_be_the_rate(self, mechanism: Any) -> None:
+        labels = torch.cat([torch.full((6,), float("nan")), torch.ones(24)])
+        with pytest.raises(
+            NonFiniteGradientError, match=r"for 6 of the batch's 30 units, .*: lower the learning rate, if .*NaN"
+        ):
+            one_step(torch.arange(30) % 10, labels, mechanism=mechanism)
+
     def test_a_rate_that_diverges(self, mechanism: Any) -> None:
         with pytest.raises(NonFiniteGradientError, match=r"training has diverged\. Lower the learning rate"):
             one_step(torch.tensor([1, 2, 3]), lr=1e30, mechanism=mechanism)

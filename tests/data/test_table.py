@@ -462,7 +462,7 @@ def test_malformed_lines_of_every_kind(tmp_path: Path) -> None:
     assert table.summary.malformed == 7 and set(table.vocabularies["site"].as_dict()["site"]) == {"a", "b"}
     pa.parquet.write_table(pa.table({"y": [1, 3, None], "a": ["p", "q", "r"]}), tmp_path / "a.parquet")
     with pytest.raises(
-        DataError, match=r"2 of 3 lines .*\n  a.parquet, row 2: y is neither 0 nor 1\n  a.parquet, row 3"
+        DataError, match=r"2 of 3 lines .*\n  a.parquet, row 2: y is neither 0 nor 1;\n  a.parquet, row 3"
     ):
         open_table(tmp_path / "a.parquet", PLAIN)
 
@@ -475,7 +475,7 @@ def test_values_of_malformed_lines_are_not_counted(tmp_path: Path) -> None:
 
 def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     path = write(tmp_path / "log.csv", b"y,a\n1,gr\xf6\xdfe\n0,b\n")
-    with pytest.raises(DataError, match=r"log.csv, line 2: is not text in UTF-8\nSave the file as UTF-8"):
+    with pytest.raises(DataError, match=r"log.csv, line 2: is not text in UTF-8\.\nSave the file as UTF-8"):
         open_table(path, PLAIN)
     assert open_table(path, PLAIN, max_malformed=0.5).labels.tolist() == [0]
 

@@ -66,9 +66,8 @@ def run_compare(config: Config, args: argparse.Namespace) -> int:
     )
     console.print(_table(advice))
     console.print(LEGEND, markup=False)
-    for option in advice.options:
-        if option.refused:
-            console.print(f"{option.label}: {option.refused}", markup=False)
+    for refusal in advice.refusals():
+        console.print(refusal, markup=False)
     for concern in advice.recommended.concerns:
         console.print(f"warning: {concern}", markup=False)
     console.print(f"Recommended: {advice.recommended.label}. {advice.reason}", markup=False, soft_wrap=True)

@@ -7,7 +7,7 @@ import secrets
 import shutil
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -31,8 +31,14 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename in (
+            None,
+            str(temporary),
+        ):  # nobody asked for the one beside it
+            error.filename, error.filename2 = str(path), None
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise
 
 
@@ -47,15 +53,29 @@ def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
             path.unlink()
 
 
+def require_writable(folder: Path, hint: str) -> None:
+    """Raises if nothing can be written into `folder`, or if it is not there and cannot be made."""
+    existing = _existing(folder)
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        where = "it" if existing == folder else str(existing)
+        raise SparseDPError(
+            f"{folder}: nothing can be written there: {where} is no folder that you may write to. {hint}."
+        )
+
+
 def require_space(folder: Path, needed: int, what: str, hint: str = "") -> None:
     """Raises if the disk under `folder`, which need not exist yet, has not `needed` bytes left for `what`."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
+    free = shutil.disk_usage(_existing(folder)).free
     if free < needed + _SPARE:
         raise SparseDPError(
             f"The disk of {folder} is too full for {what}: {in_units(needed + _SPARE)} are needed, {in_units(free)} are "
             f"free. Make room{hint}."
         )
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def in_units(count: int) -> str:

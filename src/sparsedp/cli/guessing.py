@@ -10,11 +10,13 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from sparsedp.data.tablecolumns import as_number, is_missing, time_of_text
+from sparsedp.data.tablecache import KEPT_MALFORMED, MalformedLine, ReadSummary
+from sparsedp.data.tablecolumns import NO_TIME, as_number, is_missing, time_of_text
 from sparsedp.data.tablefiles import first_rows
-from sparsedp.errors import ConfigError, suggestion
+from sparsedp.errors import ConfigError, DataError, suggestion
 
 Kind = Literal["label", "categorical", "numeric", "sequence", "text", "user", "item", "time", "nothing"]
+_NEEDED: tuple[Kind, ...] = ("label", "user", "item", "time")  # of a column to learn from, a value may be missing
 _LABELS = ("label", "click", "clicked", "is_click", "target", "y", "outcome", "converted", "conversion", "purchased", "bought",
            "response", "liked", "churn", "is_fraud", "class")  # fmt: skip
 _CLASSES = ("sentiment", "category", "topic", "intent", "emotion", "isduplicate", "entailment", "relation")
@@ -61,8 +63,12 @@ _BINARY = [{"0", "1"}, {"true", "false"}, {"0.0", "1.0"}]
 _YES_OR_NO = [{"yes", "no"}, {"y", "n"}, {"t", "f"}, {"ja", "nein"}, {"oui", "non"}, {"si", "no"}, {"sí", "no"}]
 _FEW, _MANY, _COUNTED = 12, 1000, 20
 _STRANGE = 100  # one value in so many may be another kind of value than the rest, and at least one of _COUNTED
+_MOST_BAD = 0.5  # a file of which more lines are no rows is something else than it looks
 _OFTEN = 50  # a value occurs often if one in so many is it
 _SEPARATORS = ("|", ";", ",", " ")
+_DATE = re.compile(r"\s*(\d{1,2}[./-]\d{1,2}[./-]\d{4}|\d{4}[./]\d{1,2}[./]\d{1,2})([ T,].*)?")
+_GROUPED = re.compile(r"\s*[-+]?(\d{1,3}(,\d{3})+(\.\d+)?|\d{1,3}(\.\d{3})+(,\d+)?)\s*")
+_FRACTION = re.compile(r",\d{3}\.\d|\.\d{3},\d")
 
 
 @dataclass
@@ -86,28 +92,81 @@ class Sample:
     has_header: bool
     rows: list[list[Any]]
     complete: bool  # whether these are all of the file
+    bad: list[MalformedLine] = field(default_factory=list)  # lines among them that are no rows
+    quotes: bool = False  # whether fields stand in quotes although tabs stand between them
     rows_in_all: int = 0  # about how many rows all files have, where somebody estimated it
 
     def column(self, place: int) -> list[Any]:
         return [row[place] for row in self.rows if row[place] not in (None, "", [])]
 
+    @property
+    def columns(self) -> dict[str, list[Any]]:
+        """The values of each column that has a name: another one, such as the index that pandas writes, nobody can ask for."""
+        return {name: self.column(i) for i, name in enumerate(self.names) if name}
 
-def read_sample(path: Path) -> Sample:
-    """The header and the first rows. A first line is a header if no field of it is a number, empty, or there twice."""
-    names, rows, complete = first_rows(path)
-    if names is None:
-        if not rows:
+    @property
+    def unnamed(self) -> int:
+        return self.names.count("")
+
+
+def read_sample(path: Path, quotes: bool | None = True) -> Sample:
+    """The header and the first rows; None for `quotes`: fields stand in quotes unless tabs stand between them."""
+    first = first_rows(path, quotes=quotes)
+    bad = [MalformedLine(path.name, line, reason) for line, reason in first.bad]
+    if first.names is None:
+        if not first.rows:
             raise ConfigError(f"{path}: is empty")
-        first = [field or "" for field in rows[0]]
-        header = all(first) and len(set(first)) == len(first) and not any(_is_number(field) for field in first)
-        names = [field.strip() for field in first] if header else [f"column_{i + 1}" for i in range(len(first))]
-        rows = [row for row in rows[header:] if len(row) == len(names)]
-        sample = Sample(names, header, rows, complete)
+        fields, rows = [(name or "").strip() for name in first.rows[0]], first.rows[1:]
+        header = _is_header(fields, rows, path)
+        names = fields if header else [f"column_{i + 1}" for i in range(len(fields))]
+        sample = Sample(names, header, rows if header else first.rows, first.complete, bad)
     else:
-        sample = Sample(names, True, rows, complete)
+        sample = Sample(first.names, True, first.rows, first.complete)
+    ReadSummary(len(sample.rows), len(bad), bad[:KEPT_MALFORMED]).check(_MOST_BAD)
     if not sample.rows:
         raise ConfigError(f"{path}: there are no rows under the header")
     return sample
+
+
+def read_texts(path: Path) -> Sample:
+    """The same of a file of texts. Between tabs, quotes are a part of a text, unless more lines are rows if they are not."""
+    found: dict[bool, Sample | DataError] = {}
+    for quotes in (False, True):
+        try:
+            found[quotes] = read_sample(path, quotes or None)
+        except DataError as error:
+            found[quotes] = error
+    plain, quoted = found[False], found[True]
+    if isinstance(quoted, Sample) and (
+        isinstance(plain, DataError) or len(quoted.bad) < len(plain.bad) or _all_quoted(plain)
+    ):
+        quoted.quotes = True
+        return quoted
+    if isinstance(plain, DataError):
+        raise plain
+    return plain
+
+
+def _all_quoted(sample: Sample) -> bool:
+    return all(len(name) > 1 and name[0] == name[-1] == '"' for name in sample.names)
+
+
+def _is_header(fields: Sequence[str], rows: Sequence[Sequence[Any]], path: Path) -> bool:
+    """Whether a first line names columns: if no field of it is a number, and none is empty or there twice.
+
+    With such a field it does if it stands above numbers: then it lacks a name, or has one twice, which is refused.
+    """
+    if any(map(_is_number, fields)):
+        return False
+    names = [name for name in fields if name]
+    if len(names) == len(set(names)) == len(fields):
+        return True
+    columns = [[str(row[place]) for row in rows if row[place] is not None] for place, name in enumerate(fields) if name]
+    if not any(values and sum(map(_is_number, values)) >= len(values) - _strays(len(values)) for values in columns):
+        return False
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{path}: the header has {', '.join(twice)} twice: give every column a name of its own")
+    return True
 
 
 def guess_table(
@@ -117,7 +176,7 @@ def guess_table(
 
     With `text`, all that is written in words is text.
     """
-    columns = {name: sample.column(i) for i, name in enumerate(sample.names)}
+    columns = sample.columns
     require_columns(columns, named)
     found = {name: _guess_feature(name, values, len(sample.rows), text) for name, values in columns.items()}
     chosen = _label({name: values for name, values in columns.items() if name not in named.values()}, label)
@@ -132,18 +191,29 @@ def guess_table(
     return list(found.values())
 
 
-def count_lost(guesses: Iterable[Guess], columns: Mapping[str, list[Any]], rows: int) -> None:
-    """Adds up, and says, how many rows are left out: those without a label, user or time, and those where nothing fits."""
+def count_lost(
+    guesses: Iterable[Guess], columns: Mapping[str, list[Any]], rows: int, *, needed: Sequence[Kind] = _NEEDED
+) -> None:
+    """Adds up, and says, how many rows are left out: those without one of the `needed` columns, and those where nothing fits.
+
+    A column for which all of them would be is refused.
+    """
     for guess in guesses:
         missing = rows - len(columns[guess.name])
         if guess.kind == "time":
             missing += sum(time_of_text(str(value)) is None for value in columns[guess.name])
-        needed = guess.kind in ("label", "user", "item", "time")  # of a column to learn from, a value may be missing
-        if needed:
+        if guess.kind in needed:
             guess.lost += missing
+        if guess.lost >= rows and guess.kind in needed:
+            no_value = (
+                f"its values are no times: each {NO_TIME}" if guess.kind == "time" else "no row has a value that fits"
+            )
+            raise ConfigError(f"{guess.name} as the {guess.kind}: {no_value}")
         if guess.lost:
             rows_have = "1 row has" if guess.lost == 1 else f"{guess.lost:,} rows have"
-            guess.why += f"; {rows_have} another value{' or none' if needed else ''}, and will be left out"
+            guess.why += (
+                f"; {rows_have} another value{' or none' if guess.kind in needed else ''}, and will be left out"
+            )
 
 
 def require_columns(columns: Mapping[str, Any], named: Mapping[Kind, str]) -> None:
@@ -176,7 +246,7 @@ def guess_texts(
 
     The label's options are its classes: how many, if they are whole numbers from 0, or their names.
     """
-    columns = {name: sample.column(i) for i, name in enumerate(sample.names)}
+    columns = sample.columns
     if label is not None and label not in columns:
         raise ConfigError(f"--label {label}: the columns are {', '.join(columns)}{suggestion(label, columns)}")
     require_columns(columns, named)
@@ -202,7 +272,7 @@ def guess_texts(
     lost = sum(_class_of(value) not in named_classes for value in columns[chosen])
     why = f"{'you named it; ' if label else ''}{many} classes"
     found[chosen] = Guess(chosen, "label", why, {"classes": classes}, lost)
-    count_lost(found.values(), columns, len(sample.rows))
+    count_lost(found.values(), columns, len(sample.rows), needed=(*_NEEDED, "text"))
     return list(found.values())
 
 
@@ -246,7 +316,7 @@ def _strays(values: int) -> int:
 
 def guess_actions(sample: Sample, named: Mapping[Kind, str] = MappingProxyType({})) -> dict[str, Guess]:
     """The columns of users, items and times; `named` has those that need no guess, by what they are."""
-    columns = {name: sample.column(i) for i, name in enumerate(sample.names)}
+    columns = sample.columns
     require_columns(columns, named)
     found: dict[str, Guess] = {}
     for kind, names in _ACTORS.items():
@@ -267,7 +337,7 @@ def guess_actions(sample: Sample, named: Mapping[Kind, str] = MappingProxyType({
     if "time" in named:
         found["time"] = Guess(named["time"], "time", "you named it")
     elif times:
-        found["time"] = Guess(times[0], "time", "its values are dates or seconds, and its name says so")
+        found["time"] = Guess(times[0], "time", _why_time(columns[times[0]]))
     count_lost(found.values(), columns, len(sample.rows))
     return found
 
@@ -278,7 +348,11 @@ def _label(columns: dict[str, list[Any]], wanted: str | None) -> Guess:
             raise ConfigError(f"--label {wanted}: the columns are {', '.join(columns)}{suggestion(wanted, columns)}")
         guess = _as_label(wanted, columns[wanted], named=True)
         if guess is None:
-            raise ConfigError(f"--label {wanted}: its values are neither two texts nor numbers, so that none means 1")
+            raise ConfigError(
+                f"--label {wanted}: its values are neither two texts nor numbers, so that none means 1. Which of them do is "
+                "yours to write, as data.positive: init with another column as --label writes the rest, and sparsedp train table "
+                "--show-config explains the keys"
+            )
         guess.why = f"you named it; {guess.why}"
         return guess
     named = [name for name in columns if _plain(name) in map(_plain, _LABELS)]
@@ -316,7 +390,18 @@ def _as_label(name: str, values: list[Any], *, named: bool = False) -> Guess | N
     strange = count - sum(texts[text] for text in zero_one)
     both = len({text.lower() in _ONE for text in zero_one}) == 2
     if zero_one and (not strange or (both and strange <= few)):
-        return Guess(name, "label", "its values are 0 and 1", lost=strange + missing)
+        why = (
+            "its values are 0 and 1"
+            if both
+            else "all of its values here mean the same, from which nothing can be learned"
+        )
+        return Guess(name, "label", why, lost=strange + missing)
+    if named and len({text.lower() in (*_ONE, *_POSITIVE) for text in texts}) == 2 and _are_yes_or_no(texts):
+        options = {
+            key: sorted(text for text in texts if (text.lower() in (*_ONE, *_POSITIVE)) is means_one)
+            for key, means_one in (("positive", True), ("negative", False))
+        }
+        return Guess(name, "label", "its values mean yes and no, in several spellings", options, missing)
     first = [text for text, times in texts.most_common(2) if times > 1 or count < _COUNTED]
     strange = count - sum(texts[text] for text in first)
     numbers = sorted(float(text) for text in texts.elements() if _is_number(text))
@@ -336,6 +421,10 @@ def _as_label(name: str, values: list[Any], *, named: bool = False) -> Guess | N
         why = f"a number, 1 above the {what}, {middle:g}"
         return Guess(name, "label", why, {"label_above": middle}, strange + missing)
     return None
+
+
+def _are_yes_or_no(texts: Iterable[str]) -> bool:
+    return {text.lower() for text in texts} <= _ZERO_ONE.union(*_YES_OR_NO)
 
 
 def _of_two_texts(name: str, texts: dict[str, int], lost: int) -> Guess:
@@ -360,7 +449,7 @@ def _guess_feature(name: str, values: list[Any], rows: int, text: bool) -> Guess
     if plain in _USERS:
         return Guess(name, "user", "by its name: whose a row is; it is protected, and not learned from")
     if _is_time(name, values):
-        why = "its values are dates or seconds, and its name says so"
+        why = _why_time(values)
         if rows - sum(time_of_text(text) is not None for text in numbers) <= _strays(rows):
             return Guess(name, "time", why)
         return Guess(name, "nothing", f"{why}, but too many rows have none: they would be left out")
@@ -382,6 +471,8 @@ def _guess_feature(name: str, values: list[Any], rows: int, text: bool) -> Guess
         if whole and len(distinct) <= _FEW:
             return _category(name, distinct, rows, f"whole numbers, only {len(distinct)} of them")
         return Guess(name, "numeric", "its values are numbers", lost=strange)
+    if (strange_form := _foreign_form(texts)) is not None:
+        return Guess(name, "nothing", strange_form)
     separator = _separator(texts)
     if separator is not None and not text:
         tokens = {token for value in texts for token in re.split(re.escape(separator), value.strip("[](){} "))}
@@ -393,6 +484,18 @@ def _guess_feature(name: str, values: list[Any], rows: int, text: bool) -> Guess
     if words >= 3 or (text and words >= 2):
         return Guess(name, "text", f"{words:.0f} words in a value")
     return _category(name, distinct, rows, "text")
+
+
+def _foreign_form(texts: Sequence[str]) -> str | None:
+    """Of dates and numbers that are written as no reader here reads them: how to write them."""
+    few = _strays(len(texts))
+    dates = sum(time_of_text(text) is not None or bool(_DATE.fullmatch(text)) for text in texts)
+    if len(texts) - dates <= few:
+        return "its values look like dates; write them as in 2026-03-01 or 2026-03-01T12:00:00 to use them, and name it: --time"
+    grouped = sum(_is_number(text) or is_missing(text) or bool(_GROUPED.fullmatch(text)) for text in texts)
+    if len(texts) - grouped <= few and any(_FRACTION.search(text) for text in texts if _GROUPED.fullmatch(text)):
+        return "numbers with separators between thousands: write them as in 1234.5 to use them"
+    return None
 
 
 def _category(name: str, distinct: set[str], rows: int, why: str) -> Guess:
@@ -428,6 +531,11 @@ def _is_time(name: str, values: list[Any]) -> bool:
     numbers = [text for text in times if _is_number(text)]
     named = _plain(name) in _TIMES or _plain(name).endswith(("time", "date", "timestamp"))
     return (named and all(float(text) > 1e8 for text in numbers)) if len(numbers) > len(times) / 2 else True
+
+
+def _why_time(values: list[Any]) -> str:
+    numbers = sum(_is_number(str(value)) for value in values[:200])
+    return "its values are seconds, and its name says so" if 2 * numbers > len(values[:200]) else "its values are dates"
 
 
 def _is_number(text: str) -> bool:

@@ -17,7 +17,7 @@ import sparsedp_command
 from sparsedp.cli.processes import started_together
 from sparsedp.errors import SparseDPError, SparseDPWarning, one_line
 
-REFUSED, INTERRUPTED = 2, 130
+REFUSED, INTERRUPTED = 2, sparsedp_command.INTERRUPTED
 
 
 def make_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
@@ -28,14 +28,18 @@ def make_parser(words: Sequence[str] | None = None) -> argparse.ArgumentParser:
         if words is None or name in words:
             module = importlib.import_module(f"sparsedp.cli.commands.{name}")
             module.add_arguments(command)
-            command.set_defaults(run=module.run, command=name)
+            command.set_defaults(run=module.run, command=name, refuse=command.error)
 
     return sparsedp_command.make_parser(fill)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
-    args = make_parser(words).parse_args(words)
+    args, unknown = make_parser(words).parse_known_args(words)
+    if unknown:
+        args.refuse(
+            f"unrecognized arguments: {' '.join(unknown)}"
+        )  # beside the usage of the command that does not know them
     args.argv = words  # for processes that run the same command
     if started_together() and args.command != "train":
         if os.environ.get("RANK", "0") == "0":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -21,7 +22,7 @@ from sparsedp.cli.canaries import insert_canaries
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data
 from sparsedp.cli.evaluation import name_the_row
-from sparsedp.cli.files import in_units, require_space
+from sparsedp.cli.files import in_units, require_space, require_writable
 from sparsedp.cli.memory import memory_left
 from sparsedp.cli.prepare import (
     Prepared,
@@ -36,14 +37,14 @@ from sparsedp.cli.prepare import (
 from sparsedp.cli.processes import ALONE, Processes
 from sparsedp.cli.progress import Reporter, every_few_seconds
 from sparsedp.cli.result import RunResult
-from sparsedp.cli.runfolder import FolderOfFirst, RunFolder, refuse_used_folder
+from sparsedp.cli.runfolder import RUNS, FolderOfFirst, RunFolder, refuse_used_folder
 from sparsedp.cli.same_configuration import require_same_configuration
 from sparsedp.cli.signals import stop_on_signals
 from sparsedp.cli.stopwatch import Stopwatch
 from sparsedp.cli.training import Training
 from sparsedp.cli.warnings_of_run import WarningsOfRun
 from sparsedp.distributed.on_disk import large_tensors_on_disk
-from sparsedp.errors import ConfigError, DataError, NonFiniteGradientError
+from sparsedp.errors import ConfigError, DataError, NonFiniteGradientError, SparseDPWarning
 from sparsedp.sampling import is_repeatable
 from sparsedp.validation import PrivateValidation
 
@@ -84,8 +85,10 @@ def run_training(
             # Before data are read: another command may be at work in it.
             folder = enter(RunFolder.open(run_dir)) if processes.is_first else FolderOfFirst(run_dir)
             canaries = folder.read_canaries()
-        elif run_dir is not None and processes.is_first:
-            refuse_used_folder(run_dir)
+        elif processes.is_first:
+            if run_dir is not None:
+                refuse_used_folder(run_dir)
+            require_writable(run_dir or RUNS, "Name another folder with --run-dir")
         limit_threads(config)
         config.make_mechanism()  # what it refuses is refused before any data is read
         if processes.several:
@@ -97,6 +100,13 @@ def run_training(
             data = with_collate(config, data, processes)
         if processes.is_first:
             concerns.warn(concerns_of_labels(config, data), stacklevel=2)
+        if resume and processes.is_first and folder is not None and (changed := folder.changed_files(config)):
+            warnings.warn(
+                f"The run was started on other data: {', '.join(changed)} changed since. Its units are counted as if they had "
+                "been there from the start. Put the file back as it was, or start a new run.",
+                SparseDPWarning,
+                stacklevel=2,
+            )
         if canaries is not None:
             data = insert_canaries(config, data, canaries)
             reporter.say(f"Canaries: {canaries.insertions:,} examples inserted for an audit ({canaries.audit})")
@@ -145,7 +155,7 @@ def _room_for_tables(config: Config, run_dir: Path | None, processes: Processes)
     """For making tables that several processes then divide: whole ones need not fit into memory."""
     if not processes.several or config.distributed.sharding == "data_parallel":
         return nullcontext()
-    wanted = (run_dir or Path("runs")).absolute()
+    wanted = (run_dir or RUNS).absolute()
     return large_tensors_on_disk(next(path for path in (wanted, *wanted.parents) if path.is_dir()))
 
 
@@ -177,7 +187,7 @@ def _require_space(config: Config, model: nn.Module, run_dir: Path | None, resum
     checkpoint = round(weights * (1 + max(config.optimizer.state_share(), config.optimizer.table_state_share())))
     needed = weights + checkpoint * (1 if resume else 2)
     hint = "" if resume else ", or name another folder with --run-dir"
-    require_space(run_dir or Path("runs"), needed, "the checkpoints of this run and its weights", hint)
+    require_space(run_dir or RUNS, needed, "the checkpoints of this run and its weights", hint)
 
 
 def load_with_progress(config: Config, reporter: Reporter) -> Data:

@@ -51,6 +51,7 @@ from sparsedp.errors import ConfigError, SparseDPError, one_line
 from sparsedp.plan import PrivacyPlan
 from sparsedp.statement import PrivacyStatement
 
+RUNS = Path("runs")  # where runs lie that were given no folder
 RELEASED = (
     "config.yaml", "plan.json", "environment.json", "model.pt", "frequencies.pt", "statement.txt", "statement.json",
     "report.html", "README.md",
@@ -169,6 +170,15 @@ class RunFolder:
         with self._metrics.open("a") as file:
             file.write(_json(row) + "\n")
         self.listen(row)
+
+    def changed_files(self, config: Config) -> list[str]:
+        """The files of the data that are no longer what they were when the run was started."""
+        begun = _mapping(_mapping(self._read("provenance.json", {})).get("data")).get("files")
+        digests = {
+            file.get("path"): file.get("sha256") for file in map(_mapping, begun if isinstance(begun, list) else [])
+        }
+        files = provenance(config)["data"]["files"]
+        return [file["path"] for file in files if digests.get(file["path"], file["sha256"]) != file["sha256"]]
 
     def begin_session(self, step: int) -> None:
         """Notes that the run is at work from now on, from this step."""
@@ -416,7 +426,7 @@ def copy_release(
 def default_path(name: str) -> Path:
     stem = f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     names = (stem if i == 1 else f"{stem}-{i}" for i in count(1))
-    return next(path for path in (Path("runs") / name for name in names) if not path.exists())
+    return next(path for path in (RUNS / name for name in names) if not path.exists())
 
 
 def _mapping(value: Any) -> dict[str, Any]:

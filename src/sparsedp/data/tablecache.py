@@ -48,9 +48,11 @@ _MOST_WORKERS = 4
 _PIECE_ROWS = 1 << 18
 _EARLY_LINES = 1000
 _HINTS = {
-    NEITHER: "Say which labels mean 1: data.positive lists texts, such as [yes], and data.label_above is a number.",
+    NEITHER: "Say which labels mean 1: data.positive lists texts, such as ['yes'], and data.label_above is a number.",
     "is not text in UTF-8": "Save the file as UTF-8.",
-    "is not a number": "Fields such as NA and null are missing; is the column a categorical one?",
+    "is not a number": "Fields such as NA and null are missing, and numbers have no separators between thousands; is the column "
+    "a categorical one?",
+    "fields, expected": "A field with the separator or a line end in it stands in quotes (of texts: data.quotes).",
 }
 
 T = TypeVar("T")
@@ -93,12 +95,14 @@ class ReadSummary:
         limit = max_malformed if complete else min(10 * max_malformed, (1 + max_malformed) / 2)
         if self.malformed <= limit * lines or (not complete and lines < _EARLY_LINES):
             return
-        listed = "".join(f"\n  {line}" for line in self.first)
-        more = "" if self.malformed <= len(self.first) else f"\n  and {self.malformed - len(self.first)} more"
-        hints = [text for end, text in _HINTS.items() if any(line.reason.endswith(end) for line in self.first)]
+        more = [] if self.malformed <= len(self.first) else [f"and {self.malformed - len(self.first)} more"]
+        listed = ";".join(f"\n  {line}" for line in [*self.first, *more])  # which may be put into one line
+        hints = [text for part, text in _HINTS.items() if any(part in line.reason for line in self.first)]
         raise DataError(
             f"{self.malformed} of {lines} lines are malformed{'' if complete else ' (stopped early)'}, "
-            f"more than max_malformed={max_malformed:g} allows:{listed}{more}" + "".join(f"\n{hint}" for hint in hints)
+            f"more than max_malformed={max_malformed:g} allows:{listed}."
+            + "".join(f"\n{hint}" for hint in hints)
+            + "\nMend the lines, or let more of them be left out with max_malformed."
         )
 
 

@@ -20,6 +20,7 @@ from sparsedp.sampling.periods import SECONDS
 
 MISSING_INTEGER = -(2**31)  # how a missing whole number is stored
 NEITHER = "is neither 0 nor 1"
+NO_TIME = "is neither seconds since 1970 nor a date as in 2026-03-01 or 2026-03-01T12:00:00"
 IN_NO_LIST = "is neither in data.positive nor in data.negative"
 _MISSING_TEXTS = {"", "na", "n/a", "nan", "null", "none", "\\n", "?", "-", "#n/a"}
 _TRUE, _FALSE = {"true", "t"}, {"false", "f"}
@@ -323,9 +324,7 @@ def times_of(column: pa.Array, name: str, faults: Faults) -> np.ndarray:
     values = distinct_values(column)
     parsed = np.array([time_of(_text_of(value)) for value in values.distinct.to_pylist()] + [_EARLIEST], np.int64)
     out = parsed[values.places]
-    faults.add(
-        out == _EARLIEST, f"{name} is neither seconds since 1970 nor a date as in 2026-03-01 or 2026-03-01T12:00:00"
-    )
+    faults.add(out == _EARLIEST, f"{name} {NO_TIME}")
     return np.where(out == _EARLIEST, 0, out)
 
 

@@ -158,10 +158,20 @@ def open_source(path: Path, wanted: Wanted) -> Source:
     return _text(path, wanted)
 
 
-def first_rows(path: Path, rows: int = 5000) -> tuple[list[str] | None, list[list[Any]], bool]:
-    """(names, rows, whether these are all) from the beginning of a file, to look at. Of text the names are None, and a header is
-    the first row; fields are text, None where they are empty.
+@dataclass(frozen=True)
+class FirstRows:
+    """The beginning of a file, to look at. Of text the names are None, a header is the first row, and fields are text, None where
+    they are empty. `bad` holds (line, reason) of the lines among them that are no rows.
     """
+
+    names: list[str] | None
+    rows: list[list[Any]]
+    complete: bool  # whether these are all
+    bad: list[tuple[int, str]] = field(default_factory=list)
+
+
+def first_rows(path: Path, rows: int = 5000, quotes: bool | None = True) -> FirstRows:
+    """Read as in training, so that what is left out there is left out here. `quotes` as in `Wanted`."""
     with open(path, "rb") as file:
         first = file.read(8)
     for magic, problem in _NOT_READ.items():
@@ -178,21 +188,33 @@ def first_rows(path: Path, rows: int = 5000) -> tuple[list[str] | None, list[lis
             names, total = table.column_names, table.num_rows
             batch = next(iter(table.slice(0, rows).combine_chunks().to_batches()), None)
     else:
-        with _open_text(path) as stream:
-            text = stream.read(_FIRST_BLOCK)
-            complete = not stream.read(1)
-        if not complete:
-            text = text[: text.rfind(b"\n") + 1]
-        lines = [line for line in text.decode("utf-8", "replace").splitlines(keepends=True) if line.strip()]
-        if not lines:
-            return None, [], True
-        separator = guess_separator(lines[0])
-        if separator is None:
-            raise DataError(f"{path}: the first line has neither tabs nor commas; this is not a table")
-        found = [[field or None for field in row] for row in csv.reader(lines, delimiter=separator)][: rows + 1]
-        return None, found, complete and len(found) <= rows
+        return _first_rows_of_text(path, rows, quotes)
     columns = [] if batch is None else [column.to_pylist() for column in batch.columns]
-    return list(names), [list(row) for row in zip(*columns)], total <= rows
+    return FirstRows(list(names), [list(row) for row in zip(*columns)], total <= rows)
+
+
+def _first_rows_of_text(path: Path, rows: int, quotes: bool | None) -> FirstRows:
+    line = _first_line(path)
+    if line is None:
+        return FirstRows(None, [], True)
+    separator = _separator_of(line, path)
+    quotes = separator != "\t" if quotes is None else quotes
+    fields = len(_fields(line, separator, quotes, path))
+    columns = {str(place): place for place in range(fields)}
+    wanted = Wanted(dict.fromkeys(columns, ""), plain=list(columns), quotes=quotes)
+    with _open_text(path) as stream:
+        blocks = _blocks(stream, path, _quoted_fields(separator) if quotes else None)
+        block = next(blocks)
+        complete = next(blocks, None) is None
+    piece = _TextReader(_Layout(separator, fields, False, columns), wanted, kept=len(block)).parse(block, 0)
+    taken = min(piece.rows, rows + 1)
+    texts = [
+        [None if value is None else value.decode() for value in piece.columns[use][:taken].to_pylist()]
+        for use in columns
+    ]
+    last = piece.lines_of([taken - 1])[0] if taken else 0
+    bad = piece.bad if taken == piece.rows else [(line, reason) for line, reason in piece.bad if line < last]
+    return FirstRows(None, [list(row) for row in zip(*texts)], complete and taken == piece.rows, bad)
 
 
 # ------------------------------------------------------------------ columns
@@ -377,27 +399,46 @@ class _Rows:
 
 
 def _text(path: Path, wanted: Wanted) -> Source:
-    with _open_text(path) as stream:
-        first_line = _read_line(stream)
-    if not first_line.strip():
-        with _open_text(path) as stream:
-            if not any(piece.strip() for piece in iter(lambda: stream.read(_FIRST_BLOCK), b"")):
-                return Source(path.name, None, lambda: iter(()))  # an empty file: a day without rows
-        raise DataError(f"{path}: the first line is blank; a header or a row is expected there")
+    first_line = _first_line(path)
+    if first_line is None:
+        return Source(path.name, None, lambda: iter(()))  # an empty file: a day without rows
+    separator = wanted.separator or _separator_of(first_line, path)
     if wanted.quotes is None:
-        separator = wanted.separator or guess_separator(first_line.decode("utf-8", "replace"))
         wanted = replace(wanted, quotes=separator != "\t")
-    layout = _layout(first_line, path, wanted)
+    layout = _layout(first_line, separator, path, wanted)
     return Source(path.name, layout.columns, partial(_text_pieces, path, layout, wanted))
 
 
-def _layout(first_line: bytes, path: Path, wanted: Wanted) -> _Layout:
-    line = first_line.rstrip(b"\r\n").decode("utf-8", "replace")
-    separator = wanted.separator or guess_separator(line)
+def _first_line(path: Path) -> str | None:
+    """None of a file without any text."""
+    with _open_text(path) as stream:
+        line = _read_line(stream)
+        if not line.strip():
+            if any(piece.strip() for piece in iter(lambda: stream.read(_FIRST_BLOCK), b"")):
+                raise DataError(f"{path}: the first line is blank; a header or a row is expected there")
+            return None
+    try:
+        return line.rstrip(b"\r\n").decode()
+    except UnicodeDecodeError:
+        raise DataError(f"{path}, line 1: is not text in UTF-8. Save the file as UTF-8") from None
+
+
+def _separator_of(line: str, path: Path) -> str:
+    separator = guess_separator(line)
     if separator is None:
         raise DataError(f"{path}: the first line has neither tabs nor commas; this is not a table")
-    fields = next(csv.reader([line], delimiter=separator)) if wanted.quotes else line.split(separator)
-    names = [name.strip() for name in fields]
+    return separator
+
+
+def _fields(line: str, separator: str, quotes: bool | None, path: Path) -> list[str]:
+    try:
+        return next(csv.reader([line], delimiter=separator)) if quotes else line.split(separator)
+    except csv.Error as error:  # a very long field, or what looks like one
+        raise DataError(f"{path}, line 1: cannot be read: {error}") from error
+
+
+def _layout(line: str, separator: str, path: Path, wanted: Wanted) -> _Layout:
+    names = [name.strip() for name in _fields(line, separator, wanted.quotes, path)]
     label = wanted.mark.casefold()
     if wanted.columns and label not in [name.casefold() for name in names]:
         columns = find_columns(wanted.columns, wanted, str(path), header=False)

@@ -13,9 +13,10 @@ the files that are built on it (`kernels/__pycache__`).
 from __future__ import annotations
 
 import numpy as np
-from numba import njit, uint32, uint64
+from numba import uint32, uint64
 
 from sparsedp.errors import SparseDPError
+from sparsedp.kernels.compiler import compile_loop
 
 ROUNDS = 8
 # Blocks made at a time, few enough for the first-level cache. Word k of lane l lies at k * LANES + l: then each
@@ -56,7 +57,7 @@ def fill_words(out: np.ndarray, key: np.ndarray, first: int = 0) -> None:
     compiled_fill_words(out, key, first)
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def compiled_fill_words(out: np.ndarray, key: np.ndarray, first: int) -> None:
     start, words = start_state(key), np.empty(WORDS, np.uint32)
     switch_purpose(start, PLAIN)
@@ -73,7 +74,7 @@ def compiled_fill_words(out: np.ndarray, key: np.ndarray, first: int) -> None:
         group, skip = group + 1, 0
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def number_lanes(start: np.ndarray, group: int) -> None:
     """Turns the lanes to the blocks of a group of the sequence."""
     for lane in range(LANES):
@@ -82,7 +83,7 @@ def number_lanes(start: np.ndarray, group: int) -> None:
         start[NUMBER + LANES + lane] = uint32(block >> uint64(32))
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def switch_purpose(start: np.ndarray, purpose: int) -> None:
     """Turns all lanes to the blocks of another purpose, and back."""
     for lane in range(LANES):
@@ -92,7 +93,7 @@ def switch_purpose(start: np.ndarray, purpose: int) -> None:
 # Numba computes with 64 bits unless told otherwise; the casts keep words at 32, which are twice as many in a vector.
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def start_state(key: np.ndarray) -> np.ndarray:
     """The state (16 * LANES,) before the rounds, with position 0 in each lane."""
     start = np.zeros(WORDS, np.uint32)
@@ -103,7 +104,7 @@ def start_state(key: np.ndarray) -> np.ndarray:
     return start
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def make_blocks(words: np.ndarray, start: np.ndarray, rounds: int) -> None:
     """The blocks that belong to the states `start`."""
     for i in range(WORDS):
@@ -114,7 +115,7 @@ def make_blocks(words: np.ndarray, start: np.ndarray, rounds: int) -> None:
         words[i] += start[i]
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _double_round(w: np.ndarray) -> None:
     n = LANES
     for i in range(LANES):
@@ -136,7 +137,7 @@ def _double_round(w: np.ndarray) -> None:
         w[12 * n + i], w[13 * n + i], w[14 * n + i], w[15 * n + i] = x12, x13, x14, x15
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _quarter_round(
     a: np.uint32, b: np.uint32, c: np.uint32, d: np.uint32
 ) -> tuple[np.uint32, np.uint32, np.uint32, np.uint32]:
@@ -151,6 +152,6 @@ def _quarter_round(
     return a, b, c, d
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _rotated(x: np.uint32, n: int) -> np.uint32:
     return uint32(uint32(x << uint32(n)) | uint32(x >> uint32(32 - n)))

@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from sparsedp.kernels.compiler import compile_loop
 
 _PRIME = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # splitmix64's
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 _FOUR = np.uint64(4)
 
 
-@njit(nogil=True, cache=True)
+@compile_loop()
 def hashed_rows(
     ends: np.ndarray, data: np.ndarray, valid: np.ndarray, first: int, digits: np.ndarray, most: int, salt: np.uint64,
     modulus: np.uint64, rows: np.ndarray, wrong: np.ndarray,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit
 from torch import Tensor
 
+from sparsedp.kernels.compiler import compile_loop
 from sparsedp.kernels.threads import on_all_cores, split
 
 LARGEST = 1e30  # that the norm of a unit's gradient may be, and that of each factor of it
@@ -294,7 +294,7 @@ def _flat(x: Tensor) -> tuple[np.ndarray, int]:
     return x.as_strided((size,), (1,)).numpy(), x.stride(0)
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _packed(keys: np.ndarray, bits: int) -> tuple[bool, np.ndarray]:
     """Numbers that hold keys, and positions in their last `bits` bits; whether all keys are small enough for that."""
     packed, largest = np.empty(len(keys), np.int64), np.int64(0)
@@ -304,7 +304,7 @@ def _packed(keys: np.ndarray, bits: int) -> tuple[bool, np.ndarray]:
     return largest < 1 << (63 - bits), packed
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _unpacked(packed: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of ascending numbers that hold keys and `bits` bits of positions, what `group` returns."""
     positions, mask = np.empty(len(packed), np.int64), (1 << bits) - 1
@@ -320,7 +320,7 @@ def _unpacked(packed: np.ndarray, bits: int) -> tuple[np.ndarray, np.ndarray, np
     return distinct[:count], begin[: count + 1], positions
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _numbered(begin: np.ndarray) -> np.ndarray:
     groups = np.empty(begin[-1], np.int64)
     for r in range(len(begin) - 1):
@@ -329,7 +329,7 @@ def _numbered(begin: np.ndarray) -> np.ndarray:
     return groups
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _find(ascending: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     at = np.full(len(wanted), -1, np.int64)
     if len(ascending) > 16 * len(wanted):
@@ -347,7 +347,7 @@ def _find(ascending: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     return at
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
+@compile_loop(fastmath={"reassoc"})
 def _squared_norm(row: np.ndarray) -> float:
     total = 0.0
     for j in range(len(row)):
@@ -356,13 +356,13 @@ def _squared_norm(row: np.ndarray) -> float:
     return total if total < LARGEST**2 else np.inf
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
+@compile_loop(fastmath={"reassoc"})
 def _squared_rows(x: np.ndarray, stride: int, width: int, begin: int, end: int, squares: np.ndarray) -> None:
     for i in range(begin, end):
         squares[i] = _squared_norm(x[i * stride : i * stride + width])
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
+@compile_loop(fastmath={"reassoc"})
 def _squared_parts(
     x: np.ndarray, stride: int, places: np.ndarray, widths: np.ndarray, begin: int, end: int, squares: np.ndarray
 ) -> None:
@@ -372,7 +372,7 @@ def _squared_parts(
             squares[k, i] = _squared_norm(x[first : first + widths[k]])
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _in_slots(values: np.ndarray, slots: np.ndarray, begin: np.ndarray, order: np.ndarray) -> np.ndarray:
     in_slot = np.zeros(len(values), values.dtype)
     for r in range(len(slots)):
@@ -382,7 +382,7 @@ def _in_slots(values: np.ndarray, slots: np.ndarray, begin: np.ndarray, order: n
     return in_slot
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _outer_products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     (rows, height), width = a.shape, b.shape[1]
     out = np.empty((rows, height * width), a.dtype)
@@ -393,7 +393,7 @@ def _outer_products(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return out
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _scaled_rows(x: np.ndarray, stride: int, width: int, factors: np.ndarray) -> np.ndarray:
     out = np.empty((len(factors), width), x.dtype)
     for n in range(len(factors)):
@@ -403,7 +403,7 @@ def _scaled_rows(x: np.ndarray, stride: int, width: int, factors: np.ndarray) ->
     return out
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _add_weighted_rows(
     out: np.ndarray, values: np.ndarray, stride: int, factors: np.ndarray, first: int, last: int
 ) -> None:
@@ -416,7 +416,7 @@ def _add_weighted_rows(
         out[first + j] += total[j]
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _add_products(
     out: np.ndarray, left: np.ndarray, stride: int, right: np.ndarray, other_stride: int, factors: np.ndarray,
     scales_left: bool,
@@ -453,7 +453,7 @@ def _add_products(
             out[i, j] += total[i * width + j]
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _add_rows(
     out: np.ndarray, slots: np.ndarray, begin: np.ndarray, order: np.ndarray, first: int, grad: np.ndarray,
     stride: int, source: np.ndarray, factor: np.ndarray,
@@ -485,7 +485,7 @@ def _add_rows(
             row[j] += total[j]
 
 
-@njit(cache=True, nogil=True, fastmath={"reassoc"})
+@compile_loop(fastmath={"reassoc"})
 def _squared_sums(
     begin: np.ndarray, end: np.ndarray, order: np.ndarray, first: int, grad: np.ndarray, stride: int, width: int,
     source: np.ndarray, factor: np.ndarray,
@@ -508,7 +508,7 @@ def _squared_sums(
     return squares
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _move_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray, step: float) -> None:
     for i in range(len(rows)):
         row, value = table[rows[i]], values[i]
@@ -516,7 +516,7 @@ def _move_rows(table: np.ndarray, rows: np.ndarray, values: np.ndarray, step: fl
             row[j] += step * value[j]
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _move_rows_within(table: np.ndarray, rows: np.ndarray, values: np.ndarray, step: float, limit: float) -> np.ndarray:
     left, remaining = np.empty(len(rows), np.int64), 0
     for i in range(len(rows)):
@@ -533,7 +533,7 @@ def _move_rows_within(table: np.ndarray, rows: np.ndarray, values: np.ndarray, s
     return left[:remaining]
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _claim(since: np.ndarray, ids: np.ndarray, now: int) -> tuple[bool, np.ndarray, np.ndarray]:
     rows, before = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
     count = 0

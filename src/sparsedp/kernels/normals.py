@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import float32, float64, int32, int64, njit, types, uint32, uint64
+from numba import float32, float64, int32, int64, types, uint32, uint64
 from numba.core import cgutils
 from numba.extending import intrinsic
 
@@ -39,6 +39,7 @@ from sparsedp.kernels.cipher import (
     start_state,
     switch_purpose,
 )  # fmt: skip
+from sparsedp.kernels.compiler import compile_loop
 
 PAIRS = 8 * LANES
 # A word below this, one in 65,536, gets 32 bits more: it is far in the tail, and its leading zeros leave it too few.
@@ -116,7 +117,7 @@ def check_out(out: np.ndarray, axes: int, key: np.ndarray) -> None:
     check_key(key)
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _fill_sequence(out: np.ndarray, std: float, key: np.ndarray, first: int) -> None:
     start, words, radii, points = working_memory(key, out)
     half = len(radii)
@@ -137,7 +138,7 @@ def _fill_sequence(out: np.ndarray, std: float, key: np.ndarray, first: int) -> 
         part, skip = part + 1, 0
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _add_sequence(
     out: np.ndarray, std: float, scale: float, grid: float, key: np.ndarray, first: int, width: int, rows: np.ndarray
 ) -> None:
@@ -174,14 +175,14 @@ def _add_sequence(
             part, skip = part + 1, 0
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def working_memory(key: np.ndarray, out: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """The cipher's state, and working memory for its words and for the radii and points of the normals in them."""
     pairs = 32 // out.itemsize * LANES
     return start_state(key), np.empty(WORDS, np.uint32), np.empty(pairs, out.dtype), np.empty(2 * pairs, out.dtype)
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _fill_uniform(out: np.ndarray, key: np.ndarray, first: int) -> None:
     words = np.empty(WORDS, np.uint32)
     each = out.itemsize // 4
@@ -198,7 +199,7 @@ def _fill_uniform(out: np.ndarray, key: np.ndarray, first: int) -> None:
                 target[i] = float64(int64((high << uint64(27)) | low)) * 2.0**-53
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _fill_mask(out: np.ndarray, below: np.uint64, value: float, key: np.ndarray, first: int) -> None:
     words = np.empty(min(len(out), WORDS), np.uint32)
     zero = value - value
@@ -209,7 +210,7 @@ def _fill_mask(out: np.ndarray, below: np.uint64, value: float, key: np.ndarray,
             target[i] = value if uint64(words[i]) < below else zero
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def draw(radii: np.ndarray, points: np.ndarray, words: np.ndarray, start: np.ndarray) -> None:
     """Standard normals of LANES blocks, radius times point; number k of lane l at k * LANES + l of the points.
 
@@ -237,7 +238,7 @@ def draw(radii: np.ndarray, points: np.ndarray, words: np.ndarray, start: np.nda
 # From words to normals.
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def box_muller(words: np.ndarray, radii: np.ndarray, points: np.ndarray, count: int) -> None:
     """Pair i of `count` has u from word i, within [2^-32, 1 - 2^-24], and its angle from the word PAIRS further on."""
     for i in range(count):
@@ -246,7 +247,7 @@ def box_muller(words: np.ndarray, radii: np.ndarray, points: np.ndarray, count: 
         points[i], points[PAIRS + i] = _circle(words[PAIRS + i])
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def box_muller_tail(words: np.ndarray, more: np.ndarray, radii: np.ndarray, count: int) -> None:
     """The radii again, with 64 bits for u, where a word is short: u lies within [2^-65, 2^-16]."""
     for i in range(count):
@@ -255,7 +256,7 @@ def box_muller_tail(words: np.ndarray, more: np.ndarray, radii: np.ndarray, coun
             radii[i] = _radius(float32(int64(long)) * float32(2.0**-65))
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def box_muller_double(words: np.ndarray, radii: np.ndarray, points: np.ndarray, count: int) -> None:
     """Four words make one of `count` pairs: 64 bits for u, within [2^-65, 1 - 2^-53], and 64 bits for the angle."""
     n = PAIRS // 2
@@ -266,12 +267,12 @@ def box_muller_double(words: np.ndarray, radii: np.ndarray, points: np.ndarray, 
         points[i], points[n + i] = math.cos(angle), math.sin(angle)
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _radius(u: float) -> float:
     return np.sqrt(float32(-2) * _log(u))
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _log(u: float) -> float:
     """ln u in float32: u = 2^e (1 + z) with 1 + z between sqrt(1/2) and sqrt(2), and Cephes' polynomial in z."""
     shifted = uint32(_bits(u) + uint32(0x3F800000 - 0x3F3504F3))  # the bits of 1 and of sqrt(1/2)
@@ -289,7 +290,7 @@ def _log(u: float) -> float:
     return fma(e, float32(math.log(2)), fma(z * z, p, z))
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _circle(word: np.uint32) -> tuple[float, float]:
     """A point of the unit circle: 30 bits are an angle of up to 45 degrees either way from an axis, two bits the axis."""
     x = float32(int32(uint32(word << uint32(2)))) * float32(math.pi * 2.0**-33)

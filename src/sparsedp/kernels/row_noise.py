@@ -7,7 +7,7 @@ those of `normals.py`, from blocks of their own. The functions run on one thread
 from __future__ import annotations
 
 import numpy as np
-from numba import float64, njit, uint32, uint64
+from numba import float64, uint32, uint64
 
 from sparsedp.errors import SparseDPError
 from sparsedp.kernels.cipher import (
@@ -25,6 +25,7 @@ from sparsedp.kernels.cipher import (
     start_state,
     switch_purpose,
 )  # fmt: skip
+from sparsedp.kernels.compiler import compile_loop
 from sparsedp.kernels.normals import (
     SHORT,
     box_muller,
@@ -175,7 +176,7 @@ def _scales(
     return np.multiply(values, unit, dtype=np.float64).astype(dtype)
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _fill_rows(out: np.ndarray, dim: int, rows: np.ndarray, std: np.ndarray, key: np.ndarray) -> None:
     start, words, radii, points = working_memory(key, out)
     moved = np.empty(WORDS, np.uint32)
@@ -201,7 +202,7 @@ def _fill_rows(out: np.ndarray, dim: int, rows: np.ndarray, std: np.ndarray, key
                 i, block = i + 1, 0
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _fill_row_words(out: np.ndarray, rows: np.ndarray, key: np.ndarray) -> None:
     start, words = start_state(key), np.empty(WORDS, np.uint32)
     for begin in range(0, len(rows), LANES):
@@ -213,7 +214,7 @@ def _fill_row_words(out: np.ndarray, rows: np.ndarray, key: np.ndarray) -> None:
             out[begin + lane] = uint64(words[lane]) << uint64(32) | uint64(words[LANES + lane])
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _add_rows(
     out: np.ndarray, dim: int, places: np.ndarray, rows: np.ndarray, factor: np.ndarray, std: np.ndarray, grid: float,
     key: np.ndarray,
@@ -248,7 +249,7 @@ def _add_rows(
                 i, block = i + 1, 0
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _move_rows(
     out: np.ndarray, dim: int, places: np.ndarray, rows: np.ndarray, values: np.ndarray, factor: float, std: float,
     step: float, grid: float, key: np.ndarray,
@@ -285,7 +286,7 @@ def _move_rows(
             i, block = i + 1, 0
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _move_pairs(
     table: np.ndarray, other: np.ndarray, dim: int, places: np.ndarray, rows: np.ndarray, drift: np.ndarray,
     std: np.ndarray, shift: np.ndarray, grid: float, other_grid: float, key: np.ndarray, other_key: np.ndarray,
@@ -324,7 +325,7 @@ def _move_pairs(
                 other[at + uint64(k)] = other_grid * np.rint(y / other_grid) if other_grid else y
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _place(start: np.ndarray, rows: np.ndarray, blocks: int, begin: int) -> int:
     """Turns the lanes to the blocks of rows, from the block `begin` on: first all of the first row, then of the second.
 
@@ -342,7 +343,7 @@ def _place(start: np.ndarray, rows: np.ndarray, blocks: int, begin: int) -> int:
     return used
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _draw_rows(
     radii: np.ndarray, points: np.ndarray, words: np.ndarray, moved: np.ndarray, start: np.ndarray, drawn: int
 ) -> None:
@@ -373,7 +374,7 @@ def _draw_rows(
         box_muller_tail(moved, more, radii, LANES * drawn)
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _gather(moved: np.ndarray, words: np.ndarray, parts: int, drawn: int) -> None:
     """Puts the words of a lane side by side, in each of so many parts the first `drawn`."""
     each = 16 // parts

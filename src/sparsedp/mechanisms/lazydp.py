@@ -52,7 +52,8 @@ class LazyDP(Mechanism):
             raise UnsupportedError(
                 f"LazyDP adds up the noise of many steps, which takes an update that is linear in it: torch.optim.SGD, with any "
                 f"learning-rate schedule, momentum and weight decay. {type(optimizer).__name__} is not. Use SGD, for the tables "
-                "alone if you like (optimizer=[SGD(tables), Adam(others)]), or AdaFEST or FEST with Adagrad."
+                "alone if you like (optimizer=[SGD(tables), Adam(others)], in a configuration "
+                "optimizer.tables), or AdaFEST or FEST with Adagrad."
             )
         for group in optimizer.param_groups:
             if group["dampening"]:

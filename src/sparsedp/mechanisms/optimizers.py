@@ -29,7 +29,8 @@ def refuse_for_sparse_gradients(
         raise UnsupportedError(
             f"This mechanism leaves row-sparse gradients for tables, which {kind} does not take. Use SGD, Adagrad or "
             "sparsedp.RowWiseAdagrad, or have both: "
-            f"optimizer=[Adagrad(sparsedp.table_parameters(module)), {kind}(sparsedp.dense_parameters(module))]."
+            f"optimizer=[Adagrad(sparsedp.table_parameters(module)), {kind}(sparsedp.dense_parameters(module))], in a "
+            "configuration optimizer.tables."
         )
     if kind == "RowWiseAdagrad" and type(optimizer).__module__.startswith("torchrec."):
         raise UnsupportedError(
@@ -42,7 +43,8 @@ def refuse_for_sparse_gradients(
     if kind == "SparseAdam" and dense:
         raise UnsupportedError(
             f"SparseAdam cannot train dense parameters such as '{dense[0]}', and only tables get row-sparse gradients here. "
-            "Use SGD or Adagrad, or another optimizer beside it for them: optimizer=[SparseAdam(tables), Adam(others)]."
+            "Use SGD or Adagrad, or another optimizer beside it for them: optimizer=[SparseAdam(tables), Adam(others)], "
+            "in a configuration optimizer.tables."
         )
     decayed = [n for n in trained if n in tables and held[id(parameters[n])].get("weight_decay", 0)]
     if decayed:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from numba import njit
 from scipy.special import gammaln, log_ndtr, ndtr, xlog1py, xlogy
 
+from sparsedp.kernels.compiler import compile_loop
 from sparsedp.mechanisms.expectation import RowCounts
 from sparsedp.noise import RandomKey, draw_rows, one_normal_each
 
@@ -42,7 +42,7 @@ def draw_survivors(
     return _joined(touched, untouched, rows)
 
 
-@njit(cache=True, nogil=True)
+@compile_loop()
 def _joined(touched: np.ndarray, untouched: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Both, without those of `untouched` that are among `rows`: these have noise of their own. All are ascending and distinct."""
     out = np.empty(len(touched) + len(untouched), np.int64)

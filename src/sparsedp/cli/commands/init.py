@@ -6,13 +6,14 @@ import argparse
 import json
 import zlib
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from sparsedp.cli.files import write_text
-from sparsedp.cli.guessing import Guess, Kind, Sample, guess_actions, guess_table, guess_texts, read_sample
+from sparsedp.cli.guessing import Guess, Kind, Sample, guess_actions, guess_table, guess_texts, read_sample, read_texts
 from sparsedp.data.tablefiles import find_sources
 from sparsedp.errors import ConfigError
 
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     path = next((source for source in sources if source.stat().st_size), sources[0])
     target: Path = args.to or Path(f"{_stem(args.file)}.yaml")
     _require_new(target)
-    sample = read_sample(path)
+    sample = read_texts(path) if args.text else read_sample(path)
     sample.rows_in_all = _rows_in_all(sample, path, sources)
     if args.sequence:
         guesses = list(guess_actions(sample, named).values())
@@ -84,6 +85,8 @@ def run(args: argparse.Namespace) -> int:
         guesses = texts
         text = _text_config(args.file, guesses, sample)
     else:
+        if args.text:  # a table is read in another way than texts
+            sample = replace(read_sample(path), rows_in_all=sample.rows_in_all)
         guesses = guess_table(sample, args.label, text=args.text, named=named)
         if args.text and not any(guess.kind == "text" for guess in guesses):
             raise ConfigError(
@@ -92,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
             )
         text = _table_config(args.file, guesses, sample)
     print(f"{path.name}: {len(sample.rows)} {'rows' if sample.complete else 'rows, the first ones,'} looked at")
+    for note in _notes(sample, path, sources):
+        print(f"  {note}")
     width = max(len(guess.name) for guess in guesses)
     for guess in guesses:
         what = "left out" if guess.kind == "nothing" else guess.kind
@@ -99,6 +104,21 @@ def run(args: argparse.Namespace) -> int:
     write_text(target, text)
     print(f"Written: {target}. Look through it, then: sparsedp train {target}")
     return 0
+
+
+def _notes(sample: Sample, path: Path, sources: Sequence[Path]) -> list[str]:
+    """What a look at the columns does not show."""
+    notes = []
+    if len(sources) > 1:
+        notes.append(f"the first of {len(sources)} files; the others were not looked at")
+    if not sample.has_header:
+        notes.append("the first line is taken for a row, not for a header")
+    if sample.unnamed:
+        notes.append(f"{'a column' if sample.unnamed == 1 else f'{sample.unnamed} columns'} without a name: left out")
+    if sample.bad:
+        lines = "1 line is no row" if len(sample.bad) == 1 else f"{len(sample.bad):,} lines are no rows"
+        notes.append(f"{lines} and will be left out, the first: {sample.bad[0]}")
+    return notes
 
 
 def _own_model(args: argparse.Namespace) -> int:
@@ -211,6 +231,7 @@ def _text_config(file: str, guesses: list[Guess], sample: Sample) -> str:
         f"  text: {_value(texts[0])}",
         *(f"  second: {_value(name)}" for name in texts[1:]),
         f"  label: {_value(label.name)}",
+        *(["  quotes: true  # fields stand in quotes"] if sample.quotes else []),
         f"  classes: {_value(label.options['classes'])}  # {label.why}; leave_out: [...] leaves rows with other labels out",
         *([] if user is None else [f"  user: {_value(user.name)}  # whose a row is; it is not learned from"]),
         *(f"  # {guess.name} is left out: {guess.why}" for guess in guesses if guess.kind == "nothing"),
@@ -287,10 +308,10 @@ def _sequence_config(file: str, guesses: list[Guess], sample: Sample, path: Path
 
 def _max_malformed(guesses: Sequence[Guess], sample: Sample) -> list[str]:
     """Twice the share of the rows that were left out here, as one of few shares, so that it tells little about the data."""
-    lost = sum(guess.lost for guess in guesses)
+    lost = sum(guess.lost for guess in guesses) + len(sample.bad)
     if not lost:
         return []
-    share = min(1.0, 2 * lost / len(sample.rows))
+    share = min(1.0, 2 * lost / (len(sample.rows) + len(sample.bad)))
     limit = next(limit for limit in _SHARES if share <= limit)
     return [
         f"  max_malformed: {limit:g}  # rows that do not fit are left out, and more than this share of them is an error"
@@ -329,7 +350,9 @@ def _units(sample: Sample, user: str | None) -> int:
 
 def _training(units: int, epochs: int) -> list[str]:
     """The batch is one of few sizes, so that it tells little about how many units there are."""
-    batch = next((size for size in (8192, 1024, 256, 64) if units >= 10 * size), 16)
+    batch = next(
+        (size for size in (8192, 1024, 256, 64) if units >= 10 * size), 16 if units >= 20 else 4 if units >= 5 else 1
+    )
     return [
         "training:",
         f"  epochs: {epochs}",

@@ -16,7 +16,7 @@ from sparsedp.cli.config.sweepfile import expand, load_sweep, sweep_names
 from sparsedp.cli.config.trust import add_trust_argument
 from sparsedp.cli.files import locked
 from sparsedp.cli.privatesearch import search_privately
-from sparsedp.cli.runfolder import plain
+from sparsedp.cli.runfolder import RUNS, plain
 from sparsedp.cli.signals import stop_on_signals
 from sparsedp.cli.sweepfolder import SweepFolder
 from sparsedp.cli.sweepjobs import Job, carry_out
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     sweep, path = load_sweep(args.config)
     runs = expand(sweep, path, args.overrides, args.trust)
-    folder: Path = args.run_dir or Path("runs") / sweep.name
+    folder: Path = args.run_dir or RUNS / sweep.name
     state = SweepFolder(folder, sweep, runs)
     console = Console(stderr=True, highlight=False, quiet=args.quiet)
     if args.list:

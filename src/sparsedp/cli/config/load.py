@@ -15,7 +15,7 @@ import yaml
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.schema import SchemaError, all_paths, build, keys_of, suggestion
 from sparsedp.cli.config.trust import Code, add_trust_argument
-from sparsedp.errors import ConfigError
+from sparsedp.errors import ConfigError, one_line
 
 BUNDLED = Path(__file__).parents[1] / "configs"
 
@@ -56,16 +56,28 @@ def load_config(
 
 def read_values(path: Path) -> dict[str, Any]:
     """What a configuration file says, unchecked."""
-    try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    values = parse_yaml(text, str(path))
+    values = read_yaml(path)
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: expected a mapping with the sections {', '.join(keys_of(Config))}")
+        sections = ", ".join(keys_of(Config))
+        raise ConfigError(f"{path}: expected a mapping with the sections {sections}{_data_file(path)}")
     values.setdefault("name", path.stem)
     _expand_mechanism(values)
     return values
+
+
+def read_yaml(path: Path) -> Any:
+    """What is in a file of YAML."""
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except OSError as error:
+        raise ConfigError(one_line(error)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no configuration, which is YAML in UTF-8{_data_file(path)}") from error
+
+
+def _data_file(path: Path) -> str:
+    """For a file that is no configuration, and by its name holds data."""
+    return "" if path.suffix in (".yaml", ".yml") else f". Of a file with data: sparsedp init {path}"
 
 
 def make_config(values: dict[str, Any], source: str, changed: Mapping[str, str], code: Code) -> Config:
@@ -85,7 +97,9 @@ def make_config(values: dict[str, Any], source: str, changed: Mapping[str, str],
 
 
 def dump_config(config: Config | dict[str, Any]) -> str:
-    return yaml.safe_dump(config.to_dict() if isinstance(config, Config) else config, sort_keys=False)
+    return yaml.safe_dump(
+        config.to_dict() if isinstance(config, Config) else config, sort_keys=False, allow_unicode=True
+    )
 
 
 @functools.cache
@@ -213,5 +227,11 @@ _Loader.add_implicit_resolver(
 def parse_yaml(text: str, source: str) -> Any:
     try:
         return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        at = "" if mark is None or "\n" not in text.strip() else f", line {mark.line + 1}, column {mark.column + 1},"
+        problem = error.problem or error.context or ""
+        hint = ". Look at how far the lines there are indented" if "<block" in problem else ""
+        raise ConfigError(f"{source}{at} is not valid YAML: {problem}{hint}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{source} is not valid YAML: {' '.join(str(error).split())}") from error

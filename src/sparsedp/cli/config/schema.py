@@ -98,7 +98,8 @@ def convert(hint: Any, value: Any, path: str) -> Any:
         converted = _rule(member).convert(member, value, path)
         if converted is not _NO:
             return converted
-    raise SchemaError(path, f"expected {expected(hint)}; got {_shown(value)}{_closest(members, value)}")
+    quotes = ", which yes and no, on and off are without quotes" if isinstance(value, bool) and str in members else ""
+    raise SchemaError(path, f"expected {expected(hint)}; got {_shown(value)}{quotes}{_closest(members, value)}")
 
 
 def expected(hint: Any) -> str:

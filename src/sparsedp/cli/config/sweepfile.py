@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from sparsedp.cli.config.config import Config, require_folder_name
 from sparsedp.cli.config.limits import NotNegative, Positive, Seed
-from sparsedp.cli.config.load import BUNDLED, covers, find_config, make_config, parse_yaml, put, put_text, read_values
+from sparsedp.cli.config.load import BUNDLED, covers, find_config, make_config, put, put_text, read_values, read_yaml
 from sparsedp.cli.config.schema import SchemaError, build, keys_of, suggestion
 from sparsedp.cli.config.trust import Code
 from sparsedp.errors import ConfigError
@@ -177,10 +177,7 @@ def find_sweep(source: str | Path) -> Path:
 def load_sweep(source: str | Path) -> tuple[Sweep, Path]:
     """The sweep in a file, or the bundled one of that name, and where it was found."""
     path = find_sweep(source)
-    try:
-        values = parse_yaml(path.read_text(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+    values = read_yaml(path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a mapping with the keys {', '.join(keys_of(Sweep))}")
     values.setdefault("name", path.stem)
