@@ -178,7 +178,7 @@ def state_of(
     if content["plan_hash"] != plan.hash:
         lines = "; ".join(plan.differences(content["plan"]))
         raise CheckpointError(
-            f"{path} belongs to another plan: {lines}. Go on with the settings and the data it was written with, or start anew."
+            f"{path} belongs to another plan: {lines}. Take the model, settings and data of its run, or start anew."
         )
     if content["seed"] != seed:
         raise CheckpointError(f"{path} was written with seed {content['seed']}, this engine has seed {seed}.")
