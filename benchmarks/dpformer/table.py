@@ -51,6 +51,7 @@ def main() -> None:
     runs = [read(path.parents[1]) for path in sorted(args.folder.glob("*/private/result.json"))]
     if not runs:
         raise SystemExit(f"There is no finished run in {args.folder}.")
+    runs = with_one_control(runs)
     print("\n".join(lines(runs)))
     if args.plot is not None:
         plot(runs, args.plot)
@@ -67,6 +68,13 @@ def read(folder: Path) -> Run:
         if row["kind"] == "evaluation"
     ]
     return Run(folder.name.split(",")[0], float(epsilon[1]) if epsilon else None, result, curve)
+
+
+def with_one_control(runs: list[Run]) -> list[Run]:
+    """Of the control without privacy, which is tried at several rates, the run that is best on the validation half."""
+    controls = [run for run in runs if run.variant == "non_private"]
+    best = max(controls, key=lambda run: run.result["validation"]["ndcg@10"], default=None)
+    return [run for run in runs if run.variant != "non_private" or run is best]
 
 
 def _percent(result: dict[str, Any]) -> str:
