@@ -32,11 +32,8 @@ def write_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename in (
-            None,
-            str(temporary),
-        ):  # nobody asked for the one beside it
-            error.filename, error.filename2 = str(path), None
+        if isinstance(error, OSError) and error.filename in (None, str(temporary)):
+            error.filename, error.filename2 = str(path), None  # nobody asked for the one beside it
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise

@@ -37,9 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     args, unknown = make_parser(words).parse_known_args(words)
     if unknown:
-        args.refuse(
-            f"unrecognized arguments: {' '.join(unknown)}"
-        )  # beside the usage of the command that does not know them
+        # Beside the usage of the command that does not know them.
+        args.refuse(f"unrecognized arguments: {' '.join(unknown)}")
     args.argv = words  # for processes that run the same command
     if started_together() and args.command != "train":
         if os.environ.get("RANK", "0") == "0":
