@@ -5,9 +5,7 @@ bits. The best attack on record breaks 7 rounds, in 2^237 operations, and not th
 crypto", section 3.3). Every word is a function of the key and of its place alone, so that it can be drawn again, in any
 order and by any process.
 
-The functions run on one thread, without the interpreter's lock: callers divide the work. Numba keeps what it compiled, and
-compiles a function again if the function's own file changes: after a change in this file, also delete what it keeps of
-the files that are built on it (`kernels/__pycache__`).
+The functions run on one thread, without the interpreter's lock: callers divide the work.
 """
 
 from __future__ import annotations
