@@ -131,7 +131,7 @@ class Capture:
         self._state = ModuleState(module, self._known.private, self._pass.where)
         self._memory = UnitMemory(self._known, self._state, self._pass)
         self._history = HiddenHistory(self._pass.where)
-        self._tape = Tape(self._pass, current_batch, self._state)
+        self._tape = Tape(self._pass, current_batch, self._state, self._memory)
         origins = Origins(self._known)
         self._results = Results(self._pass, self._known, self._memory, self._history, self._tape, origins, self._state)
         self._refusals = Refusals(self._pass, self._known, origins)
@@ -311,6 +311,7 @@ class Capture:
         `tensors` are the module's `named_tensors`, where the caller has them already.
         """
         refuse_rounding()  # in what is to be made of the uses
+        self._known.require_plain_parameters()
         self._state.require_unwritten(tensors)
         self._state.went_back = False
         self._memory.clear()

@@ -25,7 +25,8 @@ from sparsedp.capture.places import Origin, place_in_code
 from sparsedp.capture.precision import refuse_rounding
 from sparsedp.capture.refused import located_refusal
 from sparsedp.capture.terms import PublicTerm
-from sparsedp.capture.uses import Use
+from sparsedp.capture.unit_memory import UnitMemory
+from sparsedp.capture.uses import Use, add_use
 from sparsedp.errors import SparseDPError, UnitsMixedError, UnsupportedError
 
 # Forward passes over one batch that a backward pass may come by at once, and that are looked at then.
@@ -62,8 +63,8 @@ class Record:
 
 def _refuse_again(grad: Tensor) -> Placed:
     raise SparseDPError(
-        "A backward pass came by a forward pass whose gradients an earlier step() took already. Call the module again for every "
-        "step. Nothing was written."
+        "A backward pass came by a forward pass whose gradients an earlier step() took already, or refused. Call the module "
+        "again for every step. Nothing was written."
     )
 
 
@@ -106,11 +107,17 @@ class Tape:
     """Records uses in the forward passes over a batch, and collects them after the backward passes.
 
     `current` is the forward pass that runs, `current_batch` gives the batch that the loop works on, None if there is none
-    yet, and `state` is told when a backward pass runs.
+    yet, `state` is told when a backward pass runs, and `memory` asked whether it finds activations as they were.
     """
 
-    def __init__(self, current: ForwardPass, current_batch: Callable[[], HasUnits | None], state: ModuleState) -> None:
-        self._current, self._current_batch, self._state = current, current_batch, state
+    def __init__(
+        self,
+        current: ForwardPass,
+        current_batch: Callable[[], HasUnits | None],
+        state: ModuleState,
+        memory: UnitMemory,
+    ) -> None:
+        self._current, self._current_batch, self._state, self._memory = current, current_batch, state, memory
         self._arrived: list[Record] = []  # whose gradients arrived
         self._terms: list[PublicTerm] = []  # whose gradients arrived
         # The uses that wait for a backward pass: number of the forward pass, the node that made the output, the record.
@@ -273,6 +280,7 @@ class Tape:
     def _note_backward_pass(self) -> None:
         """At the first gradient of a backward pass: which of the uses it will come by, whether or not they hear of it."""
         refuse_rounding()
+        self._memory.require_unchanged()
         self._backward_pass, self._state.went_back = current_backward(), True
         self.expected += [record for _, node, record in self.awaited if will_run(node)]
 
@@ -298,6 +306,13 @@ class Tape:
     def collect(self) -> Captured | None:
         """The uses of the backward passes since the last call; None if there were none."""
         arrived, self._arrived = self._arrived, []
+        try:
+            return self._captured(arrived)
+        finally:
+            for record in arrived:  # if that failed: what is left of them must not join other gradients
+                record.release()
+
+    def _captured(self, arrived: list[Record]) -> Captured | None:
         terms, self._terms = self._terms, []
         self._require_gradients()
         for term in terms:
@@ -307,11 +322,11 @@ class Tape:
         batch = self._collected = arrived[0].batch
         self._require_current(batch)  # again: the loader may have gone on since backward
         uses: dict[str, list[Use]] = {}
+        kept: list[Kept] = []
         for record in arrived:
             for name, use in record.finish(record.final_grad()):
-                uses.setdefault(name, []).append(use)
-        kept = [kept for record in arrived for kept in record.kept]
-        for record in arrived:
+                add_use(uses.setdefault(name, []), use)
+            kept += record.kept
             record.release()
         return Captured.of(batch, uses, kept, terms)
 

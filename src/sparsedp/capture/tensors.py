@@ -69,6 +69,22 @@ class KnownTensors:
         self.entries: dict[int, tuple[weakref.ref[Tensor], Any]] = {}
         self._current = current
 
+    def require_plain_parameters(self) -> None:
+        """Raises if a trained parameter is none any more that make_private would have accepted, whenever that came about.
+
+        Gradients are put together in the order of a parameter's memory, and given to it in that of its indices.
+        """
+        for expression in self.private.values():
+            name, parameter = expression.parameters[0]
+            is_plain = parameter.is_contiguous() and parameter.dtype in (torch.float32, torch.float64)
+            if is_plain or not parameter.requires_grad:
+                continue
+            what = parameter.dtype if parameter.is_contiguous() else "not contiguous"
+            raise UnsupportedError(
+                f"Parameter '{name}' is {what} since module.to(...) or the like, after make_private. Train contiguous parameters "
+                "in float32 or float64: parameter.data = parameter.data.float().contiguous(). Nothing was written."
+            )
+
     def get(self, tensor: Tensor) -> Any:
         entry = self.entries.get(id(tensor))
         return None if entry is None else entry[1]

@@ -16,11 +16,11 @@ from sparsedp.capture.uses.by_owner import of_owners
 from sparsedp.capture.uses.carried import Carried, Part
 from sparsedp.capture.uses.linear import Linear
 from sparsedp.capture.uses.lookup import Lookup, RowSparse
-from sparsedp.capture.uses.parameter import ParameterUses
+from sparsedp.capture.uses.parameter import ParameterUses, add_use
 from sparsedp.capture.uses.softmax import Softmax
 from sparsedp.capture.uses.softmax_loss import Passed, SoftmaxLoss, checked_targets
 
 __all__ = [
     "Bucket", "Built", "Carried", "Linear", "Lookup", "ParameterUses", "Part", "Passed", "RowNorms", "RowSparse", "Softmax",
-    "SoftmaxLoss", "Use", "checked_targets", "of_owners", "slack",
+    "SoftmaxLoss", "Use", "add_use", "checked_targets", "of_owners", "slack",
 ]  # fmt: skip

@@ -61,6 +61,18 @@ class Lookup(Use):
             )
         ]
 
+    def plus(self, other: Lookup) -> Lookup | None:
+        """Both as one if they look up the same rows at the same positions, as each layer does in a relative position bias.
+
+        The gradients are added up as autograd adds up those of a tensor that is used twice. None if they do not fit.
+        """
+        alike = self.grad.shape == other.grad.shape and self.grad.dtype == other.grad.dtype
+        if not alike or not all(part is None for part in (self.source, self.weight, other.source, other.weight)):
+            return None
+        if not torch.equal(self.ids, other.ids) or not torch.equal(self.units, other.units):
+            return None
+        return Lookup(self.ids, self.units, self.grad + other.grad, one_each=self.one_each and other.one_each)
+
     @property
     def like(self) -> Tensor:
         return self.grad

@@ -127,6 +127,16 @@ class ParameterUses:
         return lookup.touched()
 
 
+def add_use(uses: list[Use], use: Use) -> None:
+    """Adds a use to those of one parameter so far: to the lookup before it, where that is at the same positions."""
+    before = uses[-1] if uses else None
+    both = before.plus(use) if isinstance(before, Lookup) and isinstance(use, Lookup) else None
+    if both is None:
+        uses.append(use)
+    else:
+        uses[-1] = both
+
+
 def _by_kind(
     uses: Iterable[Use],
 ) -> tuple[list[Lookup], list[Linear], list[Built], list[Softmax], list[Carried]]:
