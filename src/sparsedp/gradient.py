@@ -15,8 +15,8 @@ from sparsedp.kernels.loops import find
 from sparsedp.noise import Sums, zero_others
 from sparsedp.tables import Shard
 
-# Numbers of a parameter. The memory of larger ones that are not tables is given back after the step: the next forward pass needs
-# room, and beside their matrix products it takes no time to get it again.
+# Numbers of a parameter. The memory of larger ones is given back after the step: the next forward pass needs room, and beside
+# their matrix products it takes no time to get it again. That of tables is kept where they are most of the model.
 _LARGE = 1 << 19
 
 _NO_ROWS = torch.empty(0, dtype=torch.long)
@@ -58,9 +58,12 @@ class NoisyGradient:
         self._held: dict[str, Tensor | None] = {}  # those that hold sums: in which rows, ascending; None: in all
         self._selected: dict[str, int] = {}  # of the noise of tables of which selected rows change
         rows = selection or {}
+        elements = {name: p.numel() for name, p in parameters.items() if p.requires_grad}
+        of_tables = sum(elements.get(name, 0) for name in space.names)
+        keeps_tables = of_tables >= 2 * (sum(elements.values()) - of_tables)
         for index, (name, parameter) in enumerate(parameters.items()):
             if name not in rows and parameter.requires_grad:
-                if name in space.names or parameter.numel() < _LARGE:
+                if elements[name] < _LARGE or (name in space.names and keeps_tables):
                     self.values[name] = _buffer(dense, name, parameter)
                 self._index[name] = index
             elif name in rows and noise_on_rows:
@@ -149,22 +152,17 @@ class NoisyGradient:
         """Adds the sum over examples of weight times gradient.
 
         `weights` (examples,) are the clip factors of their units, over the divisor. The uses are dropped one by one, so that the
-        sums of the next parameter find room where the uses of the last one were.
+        sums of the next parameter find room where the uses of the last one were; looked-up rows, whose uses are small, come last.
 
         `slots` are the places of the touched rows in the selection; the other uses must be restricted to it already.
         """
         trained = [name for name in captured.uses if name in self]  # not frozen since forward
-        looked_up = {name: self.of(name) for name in trained if name in touched.lookups}
-        for name in looked_up:
-            if name in self._index:
-                self._hold(name, touched.of(name))
         kinds = {self._parameters[name].dtype for name in trained}
         if len(kinds) == 1:
             weights = weights.to(kinds.pop())  # once, and not for each parameter
-        touched.add_weighted_sums(looked_up, slots, weights)
         for name in trained:
             uses = captured.uses.pop(name)
-            if name in looked_up:
+            if name in touched.lookups:
                 continue
             if name in self._index:
                 self._hold(name, None)
@@ -175,6 +173,11 @@ class NoisyGradient:
                 uses.add_weighted_sum(out, mine)
             else:
                 uses.add_weighted_rows(out, rows, mine, self._parameters[name].shape)
+        looked_up = {name: self.of(name) for name in trained if name in touched.lookups}
+        for name in looked_up:
+            if name in self._index:
+                self._hold(name, touched.of(name))
+        touched.add_weighted_sums(looked_up, slots, weights)
 
 
 def _buffer(kept: dict[str, Tensor], name: str, parameter: Tensor) -> Tensor:
