@@ -19,10 +19,10 @@ from sparsedp.cli.config.datasets import GeneratedTimelinesData, TimelinesData
 from sparsedp.cli.config.load import dump_config, load_config
 from sparsedp.cli.config.models import DualModel
 from sparsedp.cli.config.sweepfile import expand, load_sweep
+from sparsedp.cli.evaluation import evaluate
 from sparsedp.cli.main import main
 from sparsedp.cli.prepare import forward, load_data, make_model, prepare, with_collate
 from sparsedp.cli.run import run_training
-from sparsedp.cli.sweepjobs import evaluate_halves
 from sparsedp.errors import ConfigError
 
 TINY = """
@@ -273,12 +273,13 @@ def test_a_sweep_keeps_the_labels_of_a_test_user_in_one_half() -> None:
     halves: list[set[int]] = []
 
     def ranked(config: Any, model: Any, data: Any, part: Any) -> dict[str, Any]:
-        halves.append({int(owners[row]) for row in part.indices})
+        if part is not data.held_out:
+            halves.append({int(owners[row]) for row in part.indices})
         return {}
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sparsedp.cli.sweepjobs.rank_items", ranked)
-        evaluate_halves(config, parts)
+        patch.setattr("sparsedp.cli.evaluation.rank_items", ranked)
+        evaluate(config, parts.model, parts.loss, data, by_halves=True)
     assert not halves[0] & halves[1] and len(halves[0]) + len(halves[1]) == len(owners) // 4
 
 

@@ -18,10 +18,11 @@ import yaml
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.load import load_config
 from sparsedp.cli.config.sweepfile import Sweep, SweepRun, expand, load_sweep
+from sparsedp.cli.evaluation import evaluate
 from sparsedp.cli.files import locked
 from sparsedp.cli.main import main
 from sparsedp.cli.run import run_training
-from sparsedp.cli.sweepjobs import DataCache, Job, carry_out, evaluate_halves, perform
+from sparsedp.cli.sweepjobs import DataCache, Job, carry_out, perform
 from sparsedp.errors import ConfigError
 from sparsedp.report import front, markdown
 
@@ -447,18 +448,19 @@ def test_data_are_loaded_once_for_runs_that_share_them(monkeypatch: pytest.Monke
 
 
 def test_the_halves_are_halves_of_the_held_out_data() -> None:
-    found: dict[str, Any] = {}
     config = load_config("base.yaml", ["training.init_seed=0"])
+    evaluated: dict[str, Any] = {}
 
     def look(parts: Any) -> dict[str, Any]:
-        found.update(evaluate_halves(config, parts))
-        found["labels"] = float(parts.data.held_out.labels.sum())
+        evaluated.update(evaluate(config, parts.model, parts.loss, parts.data))
         return {}
 
-    result = run_training(config, Path("run"), at_end=look)
-    whole = result.metrics["log_loss"]
-    assert (found["validation"]["log_loss"] + found["test"]["log_loss"]) / 2 == pytest.approx(whole, rel=1e-5)
+    found = run_training(config, Path("run"), by_halves=True, at_end=look).metrics
+    assert (found["validation"]["log_loss"] + found["test"]["log_loss"]) / 2 == pytest.approx(
+        found["log_loss"], rel=1e-5
+    )
     assert found["validation"]["auc"] != found["test"]["auc"]
+    assert evaluated and all(found[name] == pytest.approx(value) for name, value in evaluated.items())
 
 
 def test_a_run_without_held_out_data_fails_by_name() -> None:

@@ -17,6 +17,7 @@ from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data
 from sparsedp.cli.config.losses import SEQUENCE_LOSSES, Loss
 from sparsedp.cli.prepare import forward
+from sparsedp.cli.validation import halves
 from sparsedp.data import HeldOutItems, auc, brier_score, calibration_error, calibration_ratio, class_scores, log_loss
 from sparsedp.data.ranking import Scorer, popularity_scorer, rank_held_out
 from sparsedp.errors import ConfigError, DataError, DivergedError, SparseDPError, one_line
@@ -37,22 +38,48 @@ class EvaluationError(SparseDPError):
 
 
 def evaluate(
-    config: Config, model: nn.Module, loss: Loss, data: Data, progress: ExamplesDone = lambda count: None
+    config: Config,
+    model: nn.Module,
+    loss: Loss,
+    data: Data,
+    progress: ExamplesDone = lambda count: None,
+    *,
+    by_halves: bool = False,
 ) -> dict[str, Any]:
     """AUC, log loss and calibration for binary cross-entropy; accuracy, precision and recall for classes; NDCG, HIT and MRR for
     held-out items of sequences; else the mean loss, with the mean squared error where outputs and targets are numbers of one
     shape.
 
-    Empty if nothing is held out. If the held-out data have periods, "periods" has the same for each of them.
+    Empty if nothing is held out. If the held-out data have periods, "periods" has the same for each of them. With `by_halves`,
+    "validation" and "test" have the same for two halves, to choose by and to report: the same for all runs on the same data.
     """
-    if data.held_out is None:
+    held_out = data.held_out
+    parts = _parts(held_out) if by_halves else {}
+    if held_out is None:
         return {}
-    if isinstance(data.held_out, HeldOutItems):
-        return rank_items(config, model, data, data.held_out)
-    collate = getattr(data.held_out, "collate", data.collate)
-    periods = getattr(data.held_out, "periods", None)
-    every = getattr(data.held_out, "every", None)
-    return evaluate_on(config, model, loss, data.held_out, collate, periods, progress, every=every)
+    if isinstance(held_out, HeldOutItems):
+        of_parts = {name: rank_items(config, model, data, part) for name, part in parts.items()}
+        return {**rank_items(config, model, data, held_out), **of_parts}
+    collate = getattr(held_out, "collate", data.collate)
+    outputs = {name: _outputs(config, model, loss, part, collate, progress, "Held-out") for name, part in parts.items()}
+    of_parts = {name: _metrics([one]) for name, one in outputs.items()}
+    periods = getattr(held_out, "periods", None)
+    if outputs and periods is None:
+        return {**_metrics(list(outputs.values())), **of_parts}
+    every = getattr(held_out, "every", None)
+    return {**evaluate_on(config, model, loss, held_out, collate, periods, progress, every=every), **of_parts}
+
+
+def _parts(held_out: Any) -> dict[str, Subset[Any]]:
+    """Drawn at random once and for all. Labels of one test user stay together."""
+    if held_out is None or len(held_out) < 2:
+        raise EvaluationError("Nothing is held out, so that the run has no utility to compare.")
+    places = halves(held_out, getattr(held_out, "owners", None))
+    if not all(map(len, places)):
+        raise EvaluationError(
+            "All that is held out is of one user, so that it has no halves to choose by and to report."
+        )
+    return {name: Subset(held_out, half.tolist()) for name, half in zip(("validation", "test"), places)}
 
 
 def rank_items(config: Config, model: nn.Module, data: Data, held_out: Any) -> dict[str, Any]:

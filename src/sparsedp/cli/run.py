@@ -64,6 +64,7 @@ def run_training(
     canaries: CanaryPlan | None = None,
     keep_model: bool = True,
     processes: Processes = ALONE,
+    by_halves: bool = False,
     at_end: Callable[[Prepared], dict[str, Any]] = lambda parts: {},
 ) -> RunResult:
     """Runs a configuration to its end, or until `should_stop(step)` or, with `on_signals`, Ctrl-C or SIGTERM.
@@ -71,7 +72,8 @@ def run_training(
     With `resume` it goes on from the checkpoint in `run_dir`; otherwise `run_dir` must be new or empty. `data` is what
     `load_data` gave for this configuration, if it was called before. `canaries` are inserted into them, for an audit; a run
     that is resumed has those that it was started with. Without `keep_model` neither weights nor checkpoints are written, so
-    that the run cannot be resumed. What `at_end` returns joins the result. Of several `processes`, each calls it.
+    that the run cannot be resumed. With `by_halves` the trained model is evaluated on two halves of what is held out too, to
+    choose by and to report. What `at_end` returns joins the result. Of several `processes`, each calls it.
     """
     started = time.monotonic()
     reporter = reporter or Reporter()
@@ -130,7 +132,7 @@ def run_training(
         path = processes.from_first(None if folder is None else folder.path)
         folder = FolderOfFirst(path) if folder is None else folder
         signals = enter(stop_on_signals(tells=processes.is_first)) if on_signals else None
-        training = Training(config, prepared, folder, reporter, started, keep_model, at_end, signals, watch)
+        training = Training(config, prepared, folder, reporter, started, keep_model, at_end, signals, watch, by_halves)
         if resume:
             training.restore()
             folder.write_config(config)

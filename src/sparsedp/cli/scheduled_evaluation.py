@@ -23,9 +23,16 @@ class ScheduledEvaluation:
     """Evaluates the model of a run after the steps at which that is due, and writes the metrics into the run's folder."""
 
     def __init__(
-        self, config: Config, prepared: Prepared, folder: RunFolder, reporter: Reporter, signals: StopRequests | None
+        self,
+        config: Config,
+        prepared: Prepared,
+        folder: RunFolder,
+        reporter: Reporter,
+        signals: StopRequests | None,
+        by_halves: bool,
     ) -> None:
         self.config, self.parts, self.folder, self.reporter, self.signals = config, prepared, folder, reporter, signals
+        self._by_halves = by_halves  # at the end
         self.metrics: dict[str, Any] = {}  # the latest, after step `evaluated`
         self.evaluated = 0
         self.tried = 0  # the step after which the latest evaluation was tried, with success or not
@@ -82,12 +89,12 @@ class ScheduledEvaluation:
 
         Whether training has diverged is asked whatever is held out, and whatever became of the evaluation.
         """
-        if self.evaluated != self.step:  # a look may stop the run where it was evaluated
+        if self.evaluated != self.step or self._by_halves:  # a look may stop the run where it was evaluated
             try:
                 if self.parts.processes.any(self.signals is not None and self.signals()):
                     raise KeyboardInterrupt
                 with self._interruptible(), self.parts.engine.long_work():
-                    self._evaluate()
+                    self._evaluate(self._by_halves)
             except KeyboardInterrupt:
                 self.failure = "interrupted"
             except Exception as error:
@@ -114,10 +121,11 @@ class ScheduledEvaluation:
             return nullcontext()
         return self.signals.at_once()
 
-    def _evaluate(self) -> None:
+    def _evaluate(self, by_halves: bool = False) -> None:
         held_out = self.parts.data.held_out
         progress = evaluation_progress(self.reporter, 0 if held_out is None else len(held_out))
-        self.metrics = evaluate(self.config, self.parts.model, self.parts.loss, self.parts.data, progress)
+        parts = self.parts
+        self.metrics = evaluate(self.config, parts.model, parts.loss, parts.data, progress, by_halves=by_halves)
         self.evaluated = self.step
         if self.metrics:
             epsilon = self.parts.engine.get_epsilon(self.parts.delta)

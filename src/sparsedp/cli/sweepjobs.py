@@ -17,18 +17,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import Subset
 
 from sparsedp.cli.config.config import Config
 from sparsedp.cli.config.datasets import Data
-from sparsedp.cli.evaluation import evaluate_on, rank_items
 from sparsedp.cli.files import locked
 from sparsedp.cli.prepare import Prepared, load_data
 from sparsedp.cli.run import run_training
 from sparsedp.cli.runfolder import RunFolder
-from sparsedp.cli.validation import halves
-from sparsedp.data import HeldOutItems
-from sparsedp.errors import SparseDPError, SparseDPWarning, one_line
+from sparsedp.errors import SparseDPWarning, one_line
 
 ERROR_FILE = "error.txt"
 
@@ -79,7 +75,7 @@ def perform(job: Job, cache: DataCache, should_stop: Callable[[], bool]) -> Outc
                 messages = {
                     str(warning.message): None for warning in caught if issubclass(warning.category, SparseDPWarning)
                 }
-                return {**evaluate_halves(job.config, parts), "warnings": list(messages)}
+                return {"warnings": list(messages)}
 
             result = run_training(
                 job.config,
@@ -87,6 +83,7 @@ def perform(job: Job, cache: DataCache, should_stop: Callable[[], bool]) -> Outc
                 should_stop=lambda step: should_stop(),
                 data=cache.get(job),
                 keep_model=job.keep_model,
+                by_halves=True,
                 at_end=at_end,
             )
     except Exception as error:
@@ -104,25 +101,6 @@ def _note_error(job: Job, text: str, more: str = "") -> None:
     private = RunFolder(job.folder).private
     private.mkdir(parents=True, exist_ok=True)
     (private / ERROR_FILE).write_text(f"{text}\n\n{more}")
-
-
-def evaluate_halves(config: Config, parts: Prepared) -> dict[str, Any]:
-    """The metrics on two halves of what was held out: `validation`, to choose by, and `test`, to report.
-
-    The same halves for all runs on the same data, drawn at random once and for all. Labels of one test user stay together.
-    """
-    held_out = parts.data.held_out
-    if held_out is None or len(held_out) < 2:
-        raise SparseDPError("Nothing is held out, so that the run has no utility to compare.")
-    collate = getattr(held_out, "collate", parts.data.collate)
-    metrics = {}
-    for name, places in zip(("validation", "test"), halves(held_out, getattr(held_out, "owners", None))):
-        part = Subset(held_out, places.tolist())
-        if isinstance(held_out, HeldOutItems):
-            metrics[name] = rank_items(config, parts.model, parts.data, part)
-        else:
-            metrics[name] = evaluate_on(config, parts.model, parts.loss, part, collate)
-    return metrics
 
 
 # ------------------------------------------------------------------ one after another, or side by side

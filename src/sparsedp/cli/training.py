@@ -61,6 +61,7 @@ class Training:
         at_end: Callable[[Prepared], dict[str, Any]],
         signals: StopRequests | None,
         watch: Stopwatch,
+        by_halves: bool,
     ) -> None:
         self.config, self.parts, self.folder, self.reporter = config, prepared, folder, reporter
         self.watch = prepared.optimizer.stage = watch
@@ -71,7 +72,7 @@ class Training:
         self.started = started
         self.earlier_seconds = 0.0  # of the runs that this one resumes
         self.earlier_parts: dict[str, float] = {}
-        self.evaluations = ScheduledEvaluation(config, prepared, folder, reporter, signals)
+        self.evaluations = ScheduledEvaluation(config, prepared, folder, reporter, signals, by_halves)
         self.looks = None if prepared.stopping is None else Looks(config, prepared)
         self.saved: int | None = None  # the step of the checkpoint in the folder
         self._saving = False
