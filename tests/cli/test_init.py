@@ -245,6 +245,16 @@ def test_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("reviews.yaml", capsys)["unit"] == "example"
 
 
+def test_stars_of_texts_have_no_class_0(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"it was so {['bad', 'dull', 'good'][i % 3]} a film\t{1 + i % 5}" for i in range(150)]
+    Path("stars.tsv").write_text("\n".join(["review\tstars", *rows, "an odd film\t99"]) + "\n")
+    assert main(["init", "--text", "stars.tsv", "--label", "stars"]) == 0
+    assert "5 classes" in capsys.readouterr().out
+    data = yaml.safe_load(Path("stars.yaml").read_text())["data"]
+    assert data["classes"] == ["1", "2", "3", "4", "5"]
+    assert train("stars.yaml", capsys)["unit"] == "example"
+
+
 def test_pairs_of_texts_with_named_classes(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [f"{['yes', 'no', 'maybe'][i % 3]},a film {i % 5},it is good {i % 7},u{i % 40},{i}" for i in range(200)]
     Path("pairs.csv").write_text("gold_label,premise,hypothesis,user,row\n" + "\n".join(lines) + "\n")

@@ -157,8 +157,10 @@ def test_frames() -> None:
         assert same(open_table(other, SCHEMA), expected)
     with pytest.raises(DataError, match="the DataFrame: the header lacks the columns site"):
         open_table(frame().drop(columns="site"), SCHEMA)
-    with pytest.raises(DataError, match="got int"):
+    with pytest.raises(DataError, match=r"got int$"):
         open_table(3, SCHEMA)
+    with pytest.raises(DataError, match=r"got LazyFrame: collect\(\) it first"):
+        open_table(polars.from_arrow(lists()).lazy(), SCHEMA)
 
 
 def test_what_is_read() -> None:

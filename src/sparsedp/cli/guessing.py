@@ -292,7 +292,7 @@ def _classes(values: list[Any]) -> int | list[str] | None:
         if strange + sum(numbers[number] for number in known[gap:]) <= few:
             known = known[:gap]
         if known[-1] < _FEW:
-            return known[-1] + 1
+            return known[-1] + 1 if known[0] == 0 else list(map(str, known))  # stars from 1 to 5 have no class 0
     if sum(texts[text] for text in missing) <= few:
         texts = Counter({text: count for text, count in texts.items() if text not in missing})
     return sorted(texts) if 2 <= len(texts) <= _FEW else None

@@ -623,8 +623,10 @@ def as_table(frame: Any) -> pa.Table:
             return pa.table(frame)
     except (pa.ArrowException, TypeError) as error:
         raise DataError(f"the {type(frame).__name__} cannot be made into an Arrow table: {error}") from error
+    collect = ": collect() it first" if hasattr(frame, "collect") else ""  # polars' LazyFrame
     raise DataError(
-        f"expected files, a pandas or polars frame, a Hugging Face data set or an Arrow table; got {type(frame).__name__}"
+        "expected files, a pandas or polars frame, a Hugging Face data set or an Arrow table; got "
+        f"{type(frame).__name__}{collect}"
     )
 
 
