@@ -12,8 +12,9 @@ from benchmarks.dpformer.table import EPSILONS, PAPER, Run, plot
 from benchmarks.speed.parts import PARTS, plots_of
 from matplotlib.figure import Figure
 
+from sparsedp.report import front
 from sparsedp.report.panels import apart, legend_beside, log_axis
-from sparsedp.report.plots import heat_plot
+from sparsedp.report.plots import best_plot, front_plot, heat_plot
 
 RESULTS = Path(__file__).parents[2] / "docs/speed/results.json"
 
@@ -26,6 +27,8 @@ def overlaps(figure: Figure) -> list[str]:
     for panel in figure.axes:
         assert panel.get_legend() is None, "a legend inside of the panel"
         found += ["a legend on a panel" for legend in legends if legend.get_window_extent().overlaps(panel.bbox)]
+        title = panel.title.get_window_extent()
+        found += ["a legend on a title" for legend in legends if legend.get_window_extent().overlaps(title)]
         for axis in (panel.xaxis, panel.yaxis):
             low, high = sorted(axis.get_view_interval())
             ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
@@ -124,6 +127,25 @@ def test_a_heat_map_of_sizes_that_are_all_the_same(size: float) -> None:
     figure = heat_plot(summary_of_sizes(lambda threshold, ratio: size))
     assert figure is not None
     figure.canvas.draw()
+
+
+def test_a_note_above_one_panel_has_room() -> None:
+    summary = front.summarise(
+        [
+            front.Run(group, group, {}, {}, 0, {
+                **{part: {"auc": 0.7} for part in ("validation", "test")},
+                "dense_gradient_size": 100, "gradient_size": size, "reduction": 100 / size, "epsilon": 1.0, "seconds": 1.0,
+            })
+            for group, size in (("dpsgd", 100), ("adafest", 10), ("frozen", 100))
+        ],
+        name="made", points=[{"privacy.target_epsilon": 1.0}], variants=["dpsgd", "adafest"], controls=["frozen"],
+        reference="dpsgd", seeds=[0], losses=[0.01], margin=0.01,
+    )  # fmt: skip
+    assert summary["points"][0]["tables_matter"] is False
+    for draw in (front_plot, best_plot):
+        figure = draw(summary)
+        assert figure is not None and overlaps(figure) == []
+        assert "matter too little" in " ".join(panel.get_title().replace("\n", " ") for panel in figure.axes)
 
 
 def test_a_heat_map_has_plain_names_and_says_which_end_is_better() -> None:

@@ -24,10 +24,12 @@ from sparsedp.report.panels import legend_beside, log_axis
 
 _COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 _TITLE_WIDTH = 56  # letters above a panel of heat.png
+_PANEL_WIDTH = 50  # above one of the others
 _LINES = {"non_private": ":", "frozen": "--"}
 _NAMES = {
     "dpsgd": "DP-SGD", "lazydp": "LazyDP", "eana": "EANA", "fest": "FEST", "adafest": "AdaFEST", "adafest_plus": "AdaFEST+",
     "adafest+": "AdaFEST+", "exponential": "exponential selection", "target_epsilon": "epsilon", "noise_ratio": "noise ratio",
+    "lora": "LoRA",
 }  # fmt: skip
 
 
@@ -52,8 +54,8 @@ def _variants(summary: Mapping[str, Any]) -> dict[str, str]:
 
 def _title(at: Mapping[str, Any]) -> str:
     short = {_plain(key.rpartition(".")[2]): value for key, value in at["point"].items()}
-    note = f"\n({TABLES_DO_NOT_MATTER})" if at["tables_matter"] is False else ""
-    return describe_settings(short) + note
+    note = f"({TABLES_DO_NOT_MATTER})" if at["tables_matter"] is False else ""
+    return "\n".join([*wrap(describe_settings(short), _PANEL_WIDTH), *wrap(note, _PANEL_WIDTH)])
 
 
 def _plain(name: str) -> str:
@@ -197,7 +199,7 @@ def heat_plot(summary: Mapping[str, Any]) -> Figure | None:
         _heat(right, size, lambda value: short(value, 3), "viridis", scale)
         titles = (f"{metric}, test half", "gradient size (coordinates a step)")
         for panel, title in zip((left, right), titles):
-            where = ", ".join(filter(None, (_plain(name), _title(at).partition("\n")[0])))
+            where = ", ".join(filter(None, (_plain(name), _title(at).partition("\n(")[0].replace("\n", " "))))
             panel.set_title("\n".join([*wrap(where, _TITLE_WIDTH), title]), fontsize=9)
             panel.set_yticks(range(len(down)), [f"{value:g}" for value in down])
             panel.set_xticks(range(len(across)), [f"{value:g}" for value in across])
