@@ -28,7 +28,7 @@ from benchmarks.speed.timing import Stopwatch, interleaved, ratio
 from sparsedp.mechanisms import DPSGD, EANA, LazyDP, Mechanism
 
 WAYS = ("lora", "full")
-TABLE_REPEATS = 10  # times as many as of the models: they are short
+TABLE_REPEATS = 100  # times as many as of the models: they take a few ms
 TOUCHED = 1000  # rows of a batch, about: AdaFEST's threshold is set so that as many untouched ones survive
 
 VARIANTS = {
