@@ -207,12 +207,13 @@ distinct rows have to be found, and Python takes its time for each operation tha
 26 times in a step of pCTR or DLRM. AdaFEST's step on one table, beside dense DP-SGD's, is nearly all Python and calls of torch:
 its largest tensors have a quarter of a megabyte.
 
-Memory of language models that are trained in full: until the clip factors are known, a private step keeps the input and the
-gradient of the output of every layer, which autograd frees layer by layer, and the allocator does not give all that is free
-back to the system between forward, backward and step. `max_physical_batch` lets a part of the batch at a time need this room.
-
 A whole epoch of two towers: [batches](epoch.md) are a tenth of it or less, the rest are steps of a light model.
 
 Sharded steps of the light model: TorchRec's take 7 to 13 ms, with 6 messages. A private one has 11 to 15, as rows are selected,
 summed and agreed upon by all ranks after the backward pass, and each waits for the slowest rank
-([where the time goes](distributed.md))."""
+([where the time goes](distributed.md)).
+
+Memory of language models that are trained in full meets its limit with little to spare: until the clip factors are known, a
+private step keeps the input and the gradient of the output of every layer, which autograd frees layer by layer, and the
+allocator does not give all that is free back to the system between forward, backward and step. `max_physical_batch` lets a part
+of the batch at a time need this room."""
